@@ -16,15 +16,15 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from whet.ops import (
+    LogitsProcessors,
     LossInputs,
-    Support,
     aggregate,
     clipped_surrogate,
     draw,
     grpo_advantages,
     hash_rng_key,
+    process_logits,
     selective_log_softmax,
-    support_logits,
     token_weights,
     uniform,
 )
@@ -64,7 +64,7 @@ GENERATIONS = 8  # completions per prompt; each is compared with the others
 MAX_COMPLETION = 4
 ITERATIONS = 2  # updates per rollout; the second is slightly off-policy, so it needs the clip
 LEARNING_RATE = 3e-3
-SUPPORT = Support(temperature=1.0)  # the sampling distribution, the same in rollout and in training
+SUPPORT = LogitsProcessors(temperature=1.0)  # the sampling distribution, the same in rollout and in training
 
 
 def build_model(seed: int) -> Qwen3ForCausalLM:
@@ -99,7 +99,7 @@ def rollout(model: Qwen3ForCausalLM, prompts: Tensor, keys: Tensor) -> tuple[Ten
     lengths = torch.full((len(prompts),), MAX_COMPLETION)
     for t in range(MAX_COMPLETION):
         position = torch.full((len(prompts),), t)
-        logits = support_logits(model(ids).logits[:, -1], SUPPORT, position=position)
+        logits = process_logits(model(ids).logits[:, -1], SUPPORT, position=position)
         token = draw(logits, uniform(keys, position))
         ended_now = (token == END) & (lengths == MAX_COMPLETION)
         lengths = torch.where(ended_now, t + 1, lengths)
@@ -125,7 +125,7 @@ def token_logprobs(model: Qwen3ForCausalLM, prompts: Tensor, completions: Tensor
     logits = logits.index_select(0, places)
     targets = completions.flatten().index_select(0, places)
     position = places % completions.shape[1]
-    return selective_log_softmax(support_logits(logits, SUPPORT, position=position, keep=targets), targets)
+    return selective_log_softmax(process_logits(logits, SUPPORT, position=position, keep=targets), targets)
 
 
 def update(

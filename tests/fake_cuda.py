@@ -29,7 +29,7 @@ from whet.config import OptimConfig
 from whet.config.lora import LoraConfig
 from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.load import load_model
-from whet.ops import Support, clipped_surrogate, token_weights
+from whet.ops import LogitsProcessors, clipped_surrogate, token_weights
 from whet.packing.micro_batch import MicroBatch
 from whet.rollout.base import Sampling
 from whet.rollout.engine import runner as runner_file
@@ -276,11 +276,11 @@ def update_case(family="qwen3", *, entropy=False, teacher=False, role="actor", *
 UPDATES = {
     "plain": {},
     "entropy": {"entropy": True},
-    "truncated": {"support": Support(temperature=0.7, top_k=20, top_p=0.95)},
-    "forbidden": {"support": Support(min_tokens=3, stop_ids=(3,), forbidden_ids=(5, 6))},
-    "penalty": {"support": Support(repetition_penalty=1.2)},
+    "truncated": {"processors": LogitsProcessors(temperature=0.7, top_k=20, top_p=0.95)},
+    "forbidden": {"processors": LogitsProcessors(min_tokens=3, stop_ids=(3,), forbidden_ids=(5, 6))},
+    "penalty": {"processors": LogitsProcessors(repetition_penalty=1.2)},
     "constrained": {
-        "support": Support(constrained=True),
+        "processors": LogitsProcessors(constrained=True),
         "allowed": lambda m: torch.full((len(m.targets), VOCABULARY // 8), 255, dtype=torch.uint8, device="cpu"),
     },
     "full": {"checkpointing": "full"},

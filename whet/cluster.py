@@ -22,10 +22,10 @@ from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, raise_all
 from whet.models.loaded_model import LoadedModel
 from whet.models.modes import max_positions
-from whet.ops import Support, clipped_surrogate, clipped_value
+from whet.ops import LogitsProcessors, clipped_surrogate, clipped_value
 from whet.rewards.model import RewardModel
 from whet.rollout import resolve_engine
-from whet.rollout.base import RolloutEngine, Sampling, sampling_support
+from whet.rollout.base import RolloutEngine, Sampling, sampling_processors
 from whet.rollout.build import make_engine, make_grammars, make_sampling
 from whet.rollout.constrained_decoding import Masks
 from whet.rollout.driver import Rollouts
@@ -105,7 +105,7 @@ class RLCluster(RoleWorkers):
         self.eos_ids = stop_token_ids(self.tokenizer, policy.module.config, policy.module.generation_config)
         self._grammars = make_grammars(policy, self.tokenizer)
         self._masks = Masks(self._grammars)
-        support, allowed = self._drawn_from(policy)
+        processors, allowed = self._drawn_from(policy)
         positions = max_positions(policy.module)  # of the one that samples: no role is given longer sequences
         for role, model, optimizer in (
             (Role.ACTOR, actor, config.actor_optimizer),
@@ -122,11 +122,11 @@ class RLCluster(RoleWorkers):
                 model, loaded = self.load_reference(model, actor, policy)
             else:
                 loaded = self.load(role, model)
-            budget, own = self._budget(loaded, positions), support
+            budget, own = self._budget(loaded, positions), processors
             if role is Role.TEACHER:  # it may have fewer rows than ids are forbidden
-                known = tuple(i for i in support.forbidden_ids if i < loaded.num_ids)
-                own = dataclasses.replace(support, forbidden_ids=known)
-            self.add(role, model, loaded, optimizer, max_tokens=budget, support=own, allowed=allowed)
+                known = tuple(i for i in processors.forbidden_ids if i < loaded.num_ids)
+                own = dataclasses.replace(processors, forbidden_ids=known)
+            self.add(role, model, loaded, optimizer, max_tokens=budget, processors=own, allowed=allowed)
         self._reward_tokenizer = self.tokenizer_of(Role.REWARD, reward, reward_tokenizer)
         for role, model in ((Role.REFERENCE, reference), (Role.TEACHER, teacher)):
             if model is not None:
@@ -151,8 +151,8 @@ class RLCluster(RoleWorkers):
             check_every=self.rollout_for(Mode.TRAIN).sync_check_every_n_syncs,
         )
 
-    def _drawn_from(self, policy: LoadedModel) -> tuple[Support, Allowed]:
-        """The distribution that training samples from: its support, and the constraint of its tokens.
+    def _drawn_from(self, policy: LoadedModel) -> tuple[LogitsProcessors, Allowed]:
+        """The distribution that training samples from: its logits processors, and the constraint of its tokens.
 
         Raises: ConfigError: stop strings or a constraint of training or evaluation are wrong, or the policy has
             dropout.
@@ -166,7 +166,7 @@ class RLCluster(RoleWorkers):
         for mode in (Mode.TRAIN, Mode.EVAL):
             self._grammars.check(self.sampling(mode))
         sampling = self.sampling(Mode.TRAIN)
-        return sampling_support(sampling), functools.partial(self._masks.of_targets, sampling)
+        return sampling_processors(sampling), functools.partial(self._masks.of_targets, sampling)
 
     def _budget(self, loaded: LoadedModel, positions: int | None) -> int:
         """The token budget of a role's micro-batches. Args: positions: of the model that samples."""

@@ -11,7 +11,7 @@ WhetError
 └── CheckpointError  (RuntimeError)  saving, loading, resuming
 
 A message says the value, the rule and the fix. Some errors hold the fix apart, under the key of the configuration that
-it names: a front (whet.trl) finds its own words by that key.
+it names: a compatibility layer (whet.trl) finds its own words by that key.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WhetError(Exception):
     Args:
         message: the value and the rule.
         fix: what to do; `str()` is "message; fix".
-        key: the key of the configuration that the fix names, where a front has a fix of its own for it.
+        key: the key of the configuration that the fix names, where a compatibility layer has a fix of its own for it.
         values: what such a fix may quote, by name.
 
     >>> str(WhetError("the row has 9 tokens", fix="raise data.max_length", key="data.max_length"))
@@ -128,18 +128,18 @@ def raise_all(checks: Iterable[Callable[[], object]]) -> None:
 
     >>> raise_all([lambda: int("1"), lambda: nearest("a", []), lambda: float("1")])
     """
-    found: dict[str, WhetError] = {}
+    distinct: dict[str, WhetError] = {}
     for check in checks:
         try:
             check()
         except WhetError as error:
             for line in str(error).split("\n"):
-                found.setdefault(line, error)
-    errors = list(dict.fromkeys(found.values()))
+                distinct.setdefault(line, error)
+    errors = list(dict.fromkeys(distinct.values()))
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        raise ConfigError("\n".join(found)) from errors[0]
+        raise ConfigError("\n".join(distinct)) from errors[0]
 
 
 def format_value(value: object, limit: int = 200) -> str:

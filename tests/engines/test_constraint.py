@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError, EngineError, WhetError
-from whet.ops.support import Support, allowed_tokens, support_logits
+from whet.ops.logits_processors import LogitsProcessors, allowed_tokens, process_logits
 from whet.packing.micro_batch_planner import plan_micro_batches
 from whet.rollout.base import Constraint, Request, Sampling
 from whet.rollout.constrained_decoding import Grammars, Masks
@@ -154,14 +154,16 @@ def test_the_constraint_comes_before_top_k_and_min_p():
     bits = torch.tensor([[0b11100]], dtype=torch.uint8)
     at = torch.tensor([0])
     inside = lambda **fields: (
-        support_logits(logits, Support(constrained=True, **fields), position=at, allowed=bits).isfinite()[0].tolist()
+        process_logits(logits, LogitsProcessors(constrained=True, **fields), position=at, allowed=bits)
+        .isfinite()[0]
+        .tolist()
     )
     assert inside(top_k=2) == [False, False, True, True, False]
     assert inside(min_p=0.9) == [False, False, True, False, False]
     assert inside(top_p=0.6) == [False, False, True, False, False]
     assert inside(full=True) == [True] * 5
     with pytest.raises(ConfigError, match="allowed"):
-        support_logits(logits, Support(constrained=True), position=at)
+        process_logits(logits, LogitsProcessors(constrained=True), position=at)
 
 
 # ---- engines -------------------------------------------------------------------------------------------------------
@@ -210,14 +212,14 @@ def test_a_completion_that_no_token_can_go_on_from_ends_as_error(engine, caplog)
 @pytest.mark.parametrize(
     "fields", [{}, {"temperature": 0.6}, {"temperature": 0.0}, {"top_k": 2, "temperature": 1.3}, {"top_p": 0.7}]
 )
-@pytest.mark.parametrize("support", ["sampling", "full"])
-def test_logprobs_are_renormalised_over_what_brute_force_allows(engine, fields, support):
+@pytest.mark.parametrize("processors", ["processed", "full"])
+def test_logprobs_are_renormalised_over_what_brute_force_allows(engine, fields, processors):
     pattern = "(a|ab)(0|b0)"
-    s = sampling(pattern, return_logits=True, logprob_support=support, **fields)
+    s = sampling(pattern, return_logits=True, logprobs_mode=processors, **fields)
     for o in run(engine, requests(PROMPT, s, group=12)).values():
         for t, (token, got) in enumerate(zip(o.tokens, o.logprobs)):
             z = torch.from_numpy(o.logits[t]).double() / (s.temperature or 1.0)
-            if support == "sampling":
+            if processors == "processed":
                 inside = torch.tensor([i in oracle(pattern, spell(o.tokens[:t])) for i in range(VOCABULARY)])
                 z = z.masked_fill(~inside, -torch.inf)
                 if s.top_k:
@@ -383,7 +385,7 @@ def test_replay_gives_the_masks_that_the_sampler_saw(grammars):
 @pytest.mark.parametrize("tokens", [[1], [3, 2, 0], [3, END, 3]])
 def test_replay_refuses_what_was_not_drawn_under_the_constraint(grammars, tokens):
     everywhere = np.ones(len(tokens), bool)
-    with pytest.raises(DataError, match=r"completion token .* rollout\.logprob_support='full'"):
+    with pytest.raises(DataError, match=r"completion token .* rollout\.logprobs_mode='full'"):
         grammars.replay(sampling("(ab)+0?"), np.array(tokens), np.zeros(len(tokens), int), everywhere)
 
 
@@ -440,7 +442,7 @@ def test_the_masks_of_a_micro_batch_read_nothing_from_the_device(grammars, monke
 def test_kept_masks_refuse_what_was_not_drawn_under_the_constraint_each_time(grammars):
     masks = Masks(grammars)
     for _ in range(2):
-        with pytest.raises(DataError, match=r"completion token 1 .* rollout\.logprob_support='full'"):
+        with pytest.raises(DataError, match=r"completion token 1 .* rollout\.logprobs_mode='full'"):
             masks.of(sampling("(ab)+0?"), np.array([3, 1]), np.zeros(2, int), np.ones(2, bool))
 
 

@@ -68,14 +68,14 @@ def recomputed(model, request, tokens, sampling, *, instead=False):
     for t, token in enumerate(tokens.tolist()):
         t = 0 if instead else t
         z = logits[len(request.tokens) + t - 1].clone()
-        if sampling.logprob_support == "sampling":
+        if sampling.logprobs_mode == "processed":
             for i in set(ids[: len(request.tokens) + t]) if sampling.repetition_penalty != 1 else ():
                 z[i] = z[i] * sampling.repetition_penalty if z[i] < 0 else z[i] / sampling.repetition_penalty
             z[list(sampling.forbidden_ids)] = -torch.inf
             if t < sampling.min_tokens:
                 z[list(sampling.stop_ids)] = -torch.inf
         z = z / (sampling.temperature or 1.0)
-        if sampling.logprob_support == "sampling" and sampling.temperature:
+        if sampling.logprobs_mode == "processed" and sampling.temperature:
             if sampling.top_k:
                 z[z < z.sort().values[-sampling.top_k]] = -torch.inf
             if sampling.top_p < 1:
@@ -109,11 +109,11 @@ SAMPLINGS = {
 
 
 @pytest.mark.spread(3)
-@pytest.mark.parametrize("support", ["sampling", "full"])
+@pytest.mark.parametrize("processors", ["processed", "full"])
 @pytest.mark.parametrize("kind", [EmbeddedEngine, partial(EmbeddedEngine, fast=False), HFEngine])
-def test_logprobs_equal_a_full_forward(model, kind, support):
+def test_logprobs_equal_a_full_forward(model, kind, processors):
     tokens = prompts((3, 12, 7))
-    cases = [Sampling(max_tokens=10, logprob_support=support, **s) for s in SAMPLINGS.values()]
+    cases = [Sampling(max_tokens=10, logprobs_mode=processors, **s) for s in SAMPLINGS.values()]
     work = [
         Request(id=100 * c + i, tokens=p, sampling=s, group=i, rng_key=(c, 0, i, 0))
         for c, s in enumerate(cases)
@@ -493,8 +493,8 @@ def test_sizes_below_one_are_refused(model, name):
 
 
 def test_a_full_support_reports_other_numbers_than_the_truncated_one(model):
-    work = {s: requests(prompts(), Sampling(max_tokens=6, top_k=2, logprob_support=s)) for s in ("sampling", "full")}
+    work = {s: requests(prompts(), Sampling(max_tokens=6, top_k=2, logprobs_mode=s)) for s in ("processed", "full")}
     done = {s: run(EmbeddedEngine(model), w) for s, w in work.items()}
     for i in done["full"]:
-        assert done["full"][i].tokens.tolist() == done["sampling"][i].tokens.tolist()
-        assert (done["full"][i].logprobs < done["sampling"][i].logprobs).all()
+        assert done["full"][i].tokens.tolist() == done["processed"][i].tokens.tolist()
+        assert (done["full"][i].logprobs < done["processed"][i].logprobs).all()

@@ -14,9 +14,9 @@ from test_constraint import tokenizer
 from tiny import VOCABULARY, build, letters, requests, run
 
 from whet.errors import ConfigError, EngineError
-from whet.ops.support import Support, support_logits
+from whet.ops.logits_processors import LogitsProcessors, process_logits
 from whet.rollout import sglang, vllm
-from whet.rollout.base import Constraint, Sampling, check_caps, sampling_support
+from whet.rollout.base import Constraint, Sampling, check_caps, sampling_processors
 from whet.rollout.constrained_decoding import Grammars
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.generate_options import check_trainable
@@ -30,7 +30,7 @@ CHANGES = {
     "constraint": (BASE, Constraint(kind="regex", text="[ab]{2,9}")),
     "forbidden_ids": (BASE, tuple(range(1, 40))),
     "generation_kwargs": (BASE, (("no_repeat_ngram_size", 1),)),
-    "logprob_support": (replace(BASE, top_k=2), "full"),
+    "logprobs_mode": (replace(BASE, top_k=2), "full"),
     "max_tokens": (BASE, 3),
     "min_p": (BASE, 0.5),
     "min_tokens": (BASE, 8),
@@ -43,7 +43,7 @@ CHANGES = {
     "top_p": (BASE, 0.3),
 }
 """Field -> a Sampling, and a value that changes what is drawn or reported under it."""
-NO_MODEL = {"logprob_support", "min_p", "repetition_penalty", "temperature", "top_k", "top_p"}
+NO_MODEL = {"logprobs_mode", "min_p", "repetition_penalty", "temperature", "top_k", "top_p"}
 """Fields that the mock engine has nothing to do with: it draws evenly, whatever a model's distribution would be."""
 ENDS = {"max_tokens", "stop", "return_logits"}
 """Fields that say where a completion ends, or what comes with it; no token's probability depends on them."""
@@ -138,29 +138,29 @@ def test_the_trainer_knows_what_a_field_does_to_the_distribution_or_refuses_to_t
     except ConfigError:
         assert field == "generation_kwargs"
         return
-    assert (sampling_support(changed) != sampling_support(base)) == (field not in ENDS)
+    assert (sampling_processors(changed) != sampling_processors(base)) == (field not in ENDS)
 
 
 SUPPORTS = {
-    "constrained": (Support(), True),
-    "forbidden_ids": (Support(), (1,)),
-    "full": (Support(top_k=2), True),
-    "min_p": (Support(), 0.5),
-    "min_tokens": (Support(stop_ids=(2,)), 3),
-    "repetition_penalty": (Support(), 2.0),
-    "stop_ids": (Support(min_tokens=3), (2,)),
-    "temperature": (Support(), 0.5),
-    "top_k": (Support(), 1),
-    "top_p": (Support(), 0.5),
+    "constrained": (LogitsProcessors(), True),
+    "forbidden_ids": (LogitsProcessors(), (1,)),
+    "full": (LogitsProcessors(top_k=2), True),
+    "min_p": (LogitsProcessors(), 0.5),
+    "min_tokens": (LogitsProcessors(stop_ids=(2,)), 3),
+    "repetition_penalty": (LogitsProcessors(), 2.0),
+    "stop_ids": (LogitsProcessors(min_tokens=3), (2,)),
+    "temperature": (LogitsProcessors(), 0.5),
+    "top_k": (LogitsProcessors(), 1),
+    "top_p": (LogitsProcessors(), 0.5),
 }
 """Field of Support -> another value, under which the distribution is another."""
 
 
 def test_every_field_of_a_support_changes_the_distribution_that_is_scored():
-    assert SUPPORTS.keys() == {f.name for f in fields(Support)}
+    assert SUPPORTS.keys() == {f.name for f in fields(LogitsProcessors)}
     rest = {"seen": torch.tensor([[True, False, True, False]]), "position": torch.tensor([1])}
     rest["allowed"] = torch.tensor([[0b0110]], dtype=torch.uint8)
     logits = torch.tensor([[1.0, 3.0, 2.5, -1.0]])
     for name, (base, value) in SUPPORTS.items():
         changed = replace(base, **{name: value})
-        assert not torch.equal(support_logits(logits, changed, **rest), support_logits(logits, base, **rest)), name
+        assert not torch.equal(process_logits(logits, changed, **rest), process_logits(logits, base, **rest)), name

@@ -17,7 +17,7 @@ from whet.rollout.base import Request, Sampling
 from whet.rollout.external_engine import (
     WeightNames,
     check_agreement,
-    check_logprob_support,
+    check_logprobs_mode,
     check_supported,
     request_seed,
 )
@@ -181,18 +181,18 @@ def test_sglang_is_built_from_the_rollout_configuration():
 
 CASES = {  # reported distribution -> Samplings that it serves, and others with the word of the message
     "drawn": (
-        [{}, {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.2}, {"logprob_support": "full"}],
+        [{}, {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.2}, {"logprobs_mode": "full"}],
         [
-            ({"top_p": 0.9, "logprob_support": "full"}, "top_k, top_p"),
-            ({"forbidden_ids": (3,), "logprob_support": "full"}, "forbidden"),
+            ({"top_p": 0.9, "logprobs_mode": "full"}, "top_k, top_p"),
+            ({"forbidden_ids": (3,), "logprobs_mode": "full"}, "forbidden"),
         ],
     ),
     "untruncated": (
-        [{"temperature": 0.7}, {"top_k": 5, "logprob_support": "full"}, {"forbidden_ids": (3,)}],
-        [({"top_k": 5}, "before top_k"), ({"forbidden_ids": (3,), "logprob_support": "full"}, "leave out min_tokens")],
+        [{"temperature": 0.7}, {"top_k": 5, "logprobs_mode": "full"}, {"forbidden_ids": (3,)}],
+        [({"top_k": 5}, "before top_k"), ({"forbidden_ids": (3,), "logprobs_mode": "full"}, "leave out min_tokens")],
     ),
     "raw": (
-        [{}, {"temperature": 0.0}, {"top_k": 5, "forbidden_ids": (3,), "logprob_support": "full"}],
+        [{}, {"temperature": 0.0}, {"top_k": 5, "forbidden_ids": (3,), "logprobs_mode": "full"}],
         [
             ({"temperature": 0.7}, "temperature 0.7"),
             ({"top_k": 5}, "before top_k"),
@@ -206,10 +206,10 @@ CASES = {  # reported distribution -> Samplings that it serves, and others with 
 def test_logprobs_of_another_distribution_than_the_trainers_are_refused(reports):
     good, bad = CASES[reports]
     for fields in good:
-        check_logprob_support(Sampling(**fields), engine="x", reports=reports)
+        check_logprobs_mode(Sampling(**fields), engine="x", reports=reports)
     for fields, word in bad:
         with pytest.raises(ConfigError, match=word):
-            check_logprob_support(Sampling(**fields), engine="x", reports=reports)
+            check_logprobs_mode(Sampling(**fields), engine="x", reports=reports)
 
 
 def test_what_an_external_engine_has_no_word_for_is_refused():

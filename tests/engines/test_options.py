@@ -96,7 +96,7 @@ def test_logprobs_are_of_the_distribution_drawn_from_or_of_the_full_one(model, o
     (p,) = prompts((9,))
     mine = sampling(options, temperature=0.8)
     done = run(HFEngine(model), requests([p], mine, group=6))
-    full = run(HFEngine(model), requests([p], sampling(options, temperature=0.8, logprob_support="full"), group=6))
+    full = run(HFEngine(model), requests([p], sampling(options, temperature=0.8, logprobs_mode="full"), group=6))
     for i, o in done.items():
         assert o.tokens.tolist() == full[i].tokens.tolist()
         whole = torch.tensor([*p.tolist(), *o.tokens.tolist()])[None]
@@ -113,7 +113,7 @@ def test_logprobs_are_of_the_distribution_drawn_from_or_of_the_full_one(model, o
     "own",
     [
         {"temperature": 0.7, "top_k": 5},
-        {"temperature": 0.7, "top_p": 0.6, "logprob_support": "full"},
+        {"temperature": 0.7, "top_p": 0.6, "logprobs_mode": "full"},
         {"min_p": 0.2},
         {"repetition_penalty": 3.0},
         {"repetition_penalty": 3.0, "temperature": 0.0},
@@ -359,8 +359,8 @@ def test_the_configuration_names_the_field_that_stands_for_an_option():
 
 def test_training_takes_options_under_full_support_alone_and_never_beams():
     with pytest.raises(ConfigError, match="num_beams=4 searches"):
-        check_trainable(sampling({"num_beams": 4}, temperature=0.0, logprob_support="full"))
+        check_trainable(sampling({"num_beams": 4}, temperature=0.0, logprobs_mode="full"))
     with pytest.raises(ConfigError, match="no_repeat_ngram_size: the trainer does not know"):
         check_trainable(sampling({"no_repeat_ngram_size": 2}))
-    check_trainable(sampling({"no_repeat_ngram_size": 2}, logprob_support="full"))
+    check_trainable(sampling({"no_repeat_ngram_size": 2}, logprobs_mode="full"))
     check_trainable(make_sampling(RolloutConfig(), (1,)))

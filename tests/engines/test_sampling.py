@@ -1,10 +1,10 @@
-"""The engine's draw against whet.ops.support.draw."""
+"""The engine's draw against whet.ops.logits_processors.draw."""
 
 import pytest
 import torch
 
+from whet.ops.logits_processors import draw
 from whet.ops.logprobs import selective_log_softmax
-from whet.ops.support import draw
 from whet.rollout.engine.sampling import BLOCK, _draw
 
 

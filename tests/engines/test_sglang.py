@@ -266,7 +266,7 @@ def test_refused_weights_and_failed_requests_are_errors(engine, monkeypatch):
     [
         ({"sglang": {"kwargs": {"model_path": "x"}}}, "whet sets it"),
         ({"top_k": 5}, "before top_k"),
-        ({"top_k": 5, "top_p": 0.9, "logprob_support": "full"}, "of the whole distribution"),
+        ({"top_k": 5, "top_p": 0.9, "logprobs_mode": "full"}, "of the whole distribution"),
         ({"repetition_penalty": 1.1}, "only tokens of the completion"),
         ({"eval": {"top_p": 0.5}}, "before top_k"),
     ],

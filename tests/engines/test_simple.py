@@ -82,7 +82,7 @@ def test_what_the_sampling_does_not_follow_is_refused_until_it_says_that_it_does
         with pytest.raises(EngineError, match=rf"{name}=.*Plain samples by temperature; .*Plain\.samples"):
             Plain(model).submit(work)
         type("More", (Plain,), {"samples": ("temperature", name)})(model).submit(work)
-    Plain(model).submit(requests(prompts((2,)), Sampling(logprob_support="full")))  # the same without truncation
+    Plain(model).submit(requests(prompts((2,)), Sampling(logprobs_mode="full")))  # the same without truncation
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from test_constraint import spell, tokenizer
 from tiny import VOCABULARY, build, letters, prompts, requests, run
 
 from whet.models.load import load_model
-from whet.rollout.base import Constraint, Request, Sampling, sampling_support
+from whet.rollout.base import Constraint, Request, Sampling, sampling_processors
 from whet.rollout.constrained_decoding import Grammars
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.hf import HFEngine
@@ -89,7 +89,7 @@ def test_the_trainer_counts_min_tokens_as_the_sampler_does(make, model):
         made = replace(completion(tokens.tolist()), logprobs=logprobs, versions=versions)
         groups.append(Group(prompt=prompt(first.tokens.tolist(), first.id), completions=(made,)))
     batch = TokenBatch.from_groups(groups)
-    got = ModelWorker(load_model(model), support=sampling_support(sampling)).logprobs(batch).logprobs
+    got = ModelWorker(load_model(model), processors=sampling_processors(sampling)).logprobs(batch).logprobs
     sampled = batch.versions >= 0
     torch.testing.assert_close(got[sampled], batch.sampler_logprobs[sampled], atol=1e-5, rtol=1e-5)
 

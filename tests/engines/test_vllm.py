@@ -18,9 +18,9 @@ from tiny import VOCABULARY, build, drain, letters, prompts, requests, run
 from whet import GRPOConfig, GRPOLearner
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
+from whet.ops.logits_processors import process_logits
 from whet.ops.logprobs import selective_log_softmax
-from whet.ops.support import support_logits
-from whet.rollout.base import Request, Sampling, sampling_support
+from whet.rollout.base import Request, Sampling, sampling_processors
 from whet.rollout.engine.sampling import seen_tokens
 from whet.rollout.hf import HFEngine
 from whet.rollout.vllm import VLLMEngine
@@ -109,7 +109,7 @@ def scored(model, request, tokens, sampling):
     seen = seen_tokens(contexts, VOCABULARY)
     place, made = torch.arange(len(tokens)), torch.from_numpy(tokens.astype(np.int64))
     return selective_log_softmax(
-        support_logits(logits, sampling_support(sampling), seen=seen, position=place), made
+        process_logits(logits, sampling_processors(sampling), seen=seen, position=place), made
     ).numpy()
 
 
@@ -135,7 +135,7 @@ def test_greedy_is_that_of_transformers(engine, policy):
         {"repetition_penalty": 0.8, "temperature": 0.0},
         {"forbidden_ids": tuple(range(1, 60, 2)), "temperature": 1.2},
         {"min_tokens": 6, "stop_ids": tuple(range(0, 64, 3))},
-        {"temperature": 0.6, "logprob_support": "full"},
+        {"temperature": 0.6, "logprobs_mode": "full"},
     ],
     ids=str,
 )
@@ -281,7 +281,7 @@ def test_a_second_vllm_in_the_process_is_refused(engine, policy):
         ({"vllm": {"kwargs": {"model": "x"}}}, "whet sets it"),
         ({"top_p": 0.9, "min_p": 0.1}, "before top_p"),
         ({"temperature": 2.5}, "0.01..2, not 2.5"),
-        ({"top_k": 5, "logprob_support": "full"}, "set it to 'sampling'"),
+        ({"top_k": 5, "logprobs_mode": "full"}, "set it to 'processed'"),
         ({"temperature": 0.7, "vllm": {"logprobs_mode": "raw_logprobs"}}, "raw logits"),
         ({"eval": {"temperature": 0.001}}, "0.01..2"),
     ],
@@ -321,7 +321,7 @@ def test_a_configuration_that_vllm_fails_on_leaves_room_for_the_next(make, polic
 
 def test_full_logprobs_of_truncated_draws_come_in_raw_mode(make, policy):
     made = make(policy, temperature=1.0, vllm={"logprobs_mode": "raw_logprobs"})
-    sampling = Sampling(max_tokens=8, top_k=5, logprob_support="full")
+    sampling = Sampling(max_tokens=8, top_k=5, logprobs_mode="full")
     work = requests(prompts(), sampling)
     done = run(made, work)
     for r in work:

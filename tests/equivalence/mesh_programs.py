@@ -108,6 +108,7 @@ def on_meshes(rank, size, folder, meshes, every):
     ranks = ProcessRanks(dist.group.WORLD, TIMEOUT)
     for context, replicas in meshes:
         mesh = make_mesh("cpu", size, context, replicas)
-        made = lambda mesh=mesh: FSDPPlacement(mesh, ranks)
+        each = {"sync_each_pass": context == replicas}
+        made = lambda mesh=mesh, each=each: FSDPPlacement(mesh, ranks, **each)
         torch.save((results(made, every), peak(made)), folder / f"{rank}-{context}-{replicas}.pt")
     dist.destroy_process_group()

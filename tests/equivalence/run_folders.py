@@ -28,12 +28,15 @@ def run_commands(rank, size, folder, port, commands):
 
 
 def run_command(rank, size, folder, port, words, more):
-    """Runs a command as one of several ranks, and exits with its status. Args: more: words of single ranks."""
+    """Runs a command as one of several ranks, and exits with its status.
+
+    Args: folder: of all ranks; a rank runs in its folder rank-<rank> if that has one. more: words of single ranks.
+    """
     from whet.cli import main
 
     as_torchrun(rank, size, port)
-    os.chdir(folder)
-    sys.stderr = open(f"stderr-{rank}", "w", buffering=1)
+    sys.stderr = open(folder / f"stderr-{rank}", "w", buffering=1)
+    os.chdir(own if (own := folder / f"rank-{rank}").is_dir() else folder)
     os._exit(main([*words, *more.get(rank, [])]))
 
 

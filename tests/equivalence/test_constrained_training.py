@@ -36,7 +36,7 @@ def sampled(c, texts=("1+1=", "what?", "a"), generations=4):
         {},
         {"temperature": 0.7, "top_k": 3},
         {"top_p": 0.8, "repetition_penalty": 1.2, "min_tokens": 4},
-        {"logprob_support": "full"},
+        {"logprobs_mode": "full"},
     ],
 )
 def test_trainer_and_sampler_agree_on_every_logprob(engine, fields):
@@ -48,7 +48,7 @@ def test_trainer_and_sampler_agree_on_every_logprob(engine, fields):
     got = c.actor.logprobs(batch).logprobs
     torch.testing.assert_close(got, batch.sampler_logprobs, atol=1e-5, rtol=0)
     plain = cluster(actor=c.actor.module, rollout={"max_tokens_to_generate": 10}).actor.logprobs(batch).logprobs
-    assert ((plain - got).abs().max() > 0.1) == ("logprob_support" not in fields)  # "full" knows no constraint
+    assert ((plain - got).abs().max() > 0.1) == ("logprobs_mode" not in fields)  # "full" knows no constraint
 
 
 @pytest.mark.parametrize("head", ["packed", "checkpointed"])
@@ -122,9 +122,9 @@ def test_the_reference_reads_under_the_constraint_and_the_critic_is_left_alone()
 
 def test_a_completion_from_elsewhere_can_not_be_scored_under_the_constraint():
     c = cluster(rollout={"constraint": REGEX})
-    with pytest.raises(DataError, match=r"does not allow there.*logprob_support='full'"):
+    with pytest.raises(DataError, match=r"does not allow there.*logprobs_mode='full'"):
         c.actor.logprobs(random_batch((3, [4])))
-    full = cluster(rollout={"constraint": REGEX, "logprob_support": "full"})
+    full = cluster(rollout={"constraint": REGEX, "logprobs_mode": "full"})
     assert full.actor.logprobs(random_batch((3, [4]))).logprobs.isfinite().all()
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pandas
@@ -438,12 +439,41 @@ def test_a_rank_killed_in_a_save_loses_no_earlier_checkpoint(folders, monkeypatc
 
 @needs_gloo
 @pytest.mark.timeout(200)
-def test_ranks_with_other_data_are_told_before_they_compute(folders):
+def test_ranks_with_other_data_or_settings_are_told_before_they_compute(folders):
     folder = folders[1]
-    (folder / "other.jsonl").write_text((folder / "sft.jsonl").read_text().replace("7", "77"))
     words = [*COMMANDS["sft"], *COMMON, RUN, "data.eval_path=null", "trainer.collective_timeout_s=20"]
-    codes, output = run_to_failure(folder, words, {1: ["data=other.jsonl"]})
+    (folder / "rank-1").mkdir()
+    (folder / "rank-1/model").symlink_to(folder / "model")
+    (folder / "rank-1/sft.jsonl").write_text((folder / "sft.jsonl").read_text().replace("7", "77"))
+    codes, output = run_to_failure(folder, words)
     assert codes == [2, 2] and all("step 1, update: rank 1 has another batch than rank 0: tokens " in x for x in output)
+    apart = [word for word in words if not word.startswith("trainer.max_steps")]
+    codes, output = run_to_failure(folder, apart, {0: ["trainer.max_steps=2"], 1: ["trainer.max_steps=9"]})
+    said = "rank 1 of 2 has other settings than rank 0: trainer.max_steps: 2 -> 9; give all processes the same command"
+    assert codes == [2, 2] and said in output[0], output
+
+
+PLANTED = "torch.OutOfMemoryError('planted')"
+OUT_OF_MEMORY = f"import torch; whet.train.worker.aggregate = lambda *_: (_ for _ in ()).throw({PLANTED})"
+
+
+@needs_gloo
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_a_process_that_ran_out_of_memory_makes_the_passes_of_all_smaller_after_a_restart(folders, monkeypatch):
+    one, several = folders
+    (several / "reward.py").write_text("import whet.train.worker\n" + FAULTY.format(rank=1, fault=OUT_OF_MEMORY))
+    words = [*GRPO, RUN, SAVES, *UNCLIPPED, "trainer.max_steps=2", "data.eval_path=null", "trainer.resume=latest",
+             "trainer.max_segments_per_packed_row=8"]  # fmt: skip
+    codes, output = run_to_failure(several, words)
+    assert all(codes) and "it continues with at most" in output[1], output
+    noted = json.loads((several / "run/checkpoints/micro_batch_tokens.json").read_text())["actor"]
+    (several / "reward.py").write_text(REWARD)
+    codes, output = run_to_failure(several, words)
+    assert codes == [0, 0] and f"have at most {noted} tokens in a micro-batch" in output[0], output
+    monkeypatch.chdir(one)
+    assert main(words) == 0
+    assert_same_tensors(*(load_file(f / "run/final/model.safetensors") for f in folders), "final")
 
 
 @needs_gloo
@@ -508,3 +538,53 @@ def test_an_evaluation_of_two_processes_is_that_of_one_and_resumes(folders, monk
         assert_same_completions(*(pandas.read_parquet(folder / "out/completions" / path.name) for folder in folders))
     ranks = [path.read_text().splitlines() for path in several.glob("rewarded-*")]
     assert len(ranks) == 2 and sum(map(len, ranks)) == 14
+
+
+FAKES = {
+    "scontrol": "echo 127.0.0.1; echo node1",
+    "srun": """pids=()
+for _ in $(seq $SLURM_NNODES); do "$@" & pids+=($!); done
+trap 'kill -TERM ${pids[@]}' TERM
+for pid in ${pids[@]}; do wait $pid; wait $pid; done""",
+    "torchrun": """words=("${@/--nproc_per_node=8/--nproc_per_node=1}")
+exec $PYTHON -m torch.distributed.run --local_addr=127.0.0.1 "${words[@]/:29500/:$PORT}" $MORE""",
+}
+"""Stand-ins for SLURM's commands; both nodes are this host, with one process each in place of eight."""
+
+
+@needs_gloo
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_the_slurm_script_of_the_docs_stops_by_a_signal_and_goes_on(folders):
+    folder, root = folders[1], Path(__file__).parents[2]
+    page = (root / "docs/scaling.md").read_text()
+    (folder / "job.sh").write_text("#!/bin/bash" + page.split("#!/bin/bash")[1].split("```")[0])
+    (folder / "bin").mkdir()
+    for name, text in FAKES.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    words = [*GRPO[1:], SAVES, "data.eval_path=null"]
+    environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(root),
+                   "PYTHON": sys.executable, "SLURM_NNODES": "2", "SLURM_JOB_ID": "7",
+                   "SLURM_JOB_NODELIST": "node[0-1]"}  # fmt: skip
+
+    def submit(steps, output):
+        more = " ".join([*words, f"trainer.max_steps={steps}"])
+        run = environment | {"PORT": str(free_port()), "MORE": more}
+        with (folder / output).open("w") as file:
+            return subprocess.Popen(["bash", "job.sh"], cwd=folder, env=run, stderr=file, stdout=file)
+
+    job, metrics = submit(10_000, "first"), folder / "runs/a/metrics.jsonl"
+    try:
+        while job.poll() is None and not (metrics.exists() and metrics.read_text()):
+            time.sleep(0.1)
+        job.terminate()
+        job.wait(60)
+    finally:
+        job.kill()
+    said = (folder / "first").read_text()
+    assert "torchrun ends the processes after 570 s" in said and "stopped after step" in said, said
+    done = len(metrics.read_text().splitlines())
+    assert submit(done + 1, "second").wait(120) == 0, (folder / "second").read_text()
+    said = (folder / "second").read_text()
+    assert "resumed from" in said and len(metrics.read_text().splitlines()) == done + 1, said

@@ -69,6 +69,27 @@ def by_group(name, rewards, groups, lengths):
     return out
 
 
+def of_turns(rewards, groups, trained, token_rewards):
+    """The return from each turn on, less the mean of the others' of the group; an ended one's last."""
+    turns, returns = [], []
+    for r, row, m in zip(rewards, token_rewards, trained, strict=True):
+        starts = [t and not (i and m[i - 1]) for i, t in enumerate(m)]
+        turns.append([max(sum(starts[: i + 1]) - 1, 0) for i in range(len(m))])
+        each = [sum(x for x, k in zip(row, turns[-1], strict=True) if k == turn) for turn in range(max(turns[-1]) + 1)]
+        each[-1] += r
+        returns.append([sum(each[k:]) for k in range(len(each))])
+    out = []
+    for j, (of, m) in enumerate(zip(turns, trained, strict=True)):
+        others = [i for i, g in enumerate(groups) if g == groups[j] and i != j and not math.isnan(rewards[i])]
+        row = []
+        for k, t in zip(of, m, strict=True):
+            peers = [returns[i][min(k, len(returns[i]) - 1)] for i in others]
+            alone = not peers or math.isnan(rewards[j]) or not t
+            row.append(0.0 if alone else returns[j][k] - statistics.fmean(peers))
+        out.append(row)
+    return out
+
+
 def naive(name, rewards, groups, trained, token_rewards, greedy):
     """One list of advantages per trajectory; token_rewards and trained are lists per trajectory too."""
     lengths = [sum(m) for m in trained]
@@ -89,6 +110,8 @@ def naive(name, rewards, groups, trained, token_rewards, greedy):
         if name == "reinforce_plus_plus":
             return whiten(values, given)
         return [[v if t else 0.0 for v, t in zip(row, m, strict=True)] for row, m in zip(values, given, strict=True)]
+    if name == "turn_rloo":
+        return of_turns(rewards, groups, trained, token_rewards)
     if name == "reinforce_plus_plus_baseline":
         centred = by_group("drgrpo", totals, groups, lengths)
         return whiten([[a] * len(m) for a, m in zip(centred, trained, strict=True)], given)

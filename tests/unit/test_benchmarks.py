@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 NAMES = (
     "common", "tasks", "sides", "machine", "grpo_step", "learning_curve", "train_sides", "train_step",
     "floor", "rollout_sides", "rollout", "learning_tasks", "presets", "supervised_sides", "sft_step", "demo_seeds",
-    "same_script", "scaling",
+    "same_script", "scaling", "report_page",
 )  # fmt: skip
 
 

@@ -137,7 +137,7 @@ def test_close_ends_the_engine_and_frees_the_optimizers():
 
 
 def test_draws_under_options_agree_with_the_trainer_under_full_support():
-    c = cluster(rollout={"generation_kwargs": {"no_repeat_ngram_size": 1}, "logprob_support": "full"})
+    c = cluster(rollout={"generation_kwargs": {"no_repeat_ngram_size": 1}, "logprobs_mode": "full"})
     groups = c.sample([prompt("2+2="), prompt("7-1=", 1)], num_generations=3)
     tokens = [x.tokens.tolist() for g in groups for x in g.completions]
     assert all(len(set(t)) == len(t) for t in tokens)

@@ -22,7 +22,7 @@ LAYERS = [
     {"cluster"},
     {"learners"},
     {"demo", "report"},
-    {"cli", "__main__", "trl", "torchrl", "rl2", "tunix", "fronts"},
+    {"cli", "__main__", "trl", "torchrl", "rl2", "tunix", "compat"},
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 

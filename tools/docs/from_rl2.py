@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tools.docs.table import table
-from whet.fronts.field import Field
+from whet.compat.field import Field
 from whet.rl2.keys import KEYS, effect_of
 
 __all__ = ["page"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tools.docs.table import legend, table
-from whet.fronts.field import Field
+from whet.compat.field import Field
 
 __all__ = ["DEFECTS", "REQUIRED", "TORCHRL", "page"]
 
@@ -19,7 +19,7 @@ _GATHER: dict[str, Field] = {
     "rewards_key": Field(("next", "reward")),
     "advantage_key": Field("advantage"),
     "done_key": Field(("next", "done")),
-    "verbose": Field(False, "other", "accepted without effect: `get_stats()` says what is held"),
+    "verbose": Field(False, "differs", "accepted without effect: `get_stats()` says what is held"),
     "trajectory_return": Field(None, note='None pools the steps of all trajectories; `mc_advantage`: "sum"'),
     "keep_return_bounds": Field(None),
     "candidate_group_size": Field(None),
@@ -29,7 +29,7 @@ _GATHER: dict[str, Field] = {
 
 TORCHRL: dict[str, dict[str, Field]] = {
     "GRPOLoss": {
-        "actor_network": Field(None, "other", "also any module that returns logprobs, or (logprobs, entropy)"),
+        "actor_network": Field(None, "differs", "also any module that returns logprobs, or (logprobs, entropy)"),
         "clip_epsilon": Field(0.2, note="ε_low below 1; `DAPO`: (0.2, 0.28); `CISPOLoss`: (1, 0.2), unbounded"),
         "kl_mask_threshold": Field(None, note="at most 0 is refused; there it is as None"),
         "aggregation": Field("token_mean", note="an unknown one is refused; `prompt_mean` is 0-d, there (1,)"),
@@ -37,7 +37,7 @@ TORCHRL: dict[str, dict[str, Field]] = {
         "samples_mc_entropy": Field(1),
         "entropy_coeff": Field(0.01, note="a mapping of heads is refused when the loss is made"),
         "gamma": Field(None, "refused", "accepted there, and never used"),
-        "reduction": Field(None, "other", '"sum" sums over the trained tokens; there it is the mean'),
+        "reduction": Field(None, "differs", '"sum" sums over the trained tokens; there it is the mean'),
         "clip_value": Field(None, "refused", "accepted there, and never used"),
         "kl_to_ref_coeff": Field(None, note="a negative one is refused; there it is as None"),
         "kl_to_inference_coeff": Field(None),
@@ -57,15 +57,15 @@ TORCHRL: dict[str, dict[str, Field]] = {
     },
     "GRPOLossOutput": {
         "loss_objective": Field(REQUIRED),
-        "clip_fraction": Field(REQUIRED, "other", _MEAN),
-        "kl_approx": Field(REQUIRED, "other", _MEAN),
+        "clip_fraction": Field(REQUIRED, "differs", _MEAN),
+        "kl_approx": Field(REQUIRED, "differs", _MEAN),
         "ESS": Field(REQUIRED, note="1 where nothing is trained; there NaN"),
-        "entropy": Field(None, "other", _MEAN),
+        "entropy": Field(None, "differs", _MEAN),
         "loss_entropy": Field(None),
-        "loss_kl_to_ref": Field(None, "other", _KL),
-        "kl_to_ref": Field(None, "other", _MEAN),
-        "loss_kl_to_inference": Field(None, "other", _KL),
-        "kl_to_inference": Field(None, "other", _MEAN),
+        "loss_kl_to_ref": Field(None, "differs", _KL),
+        "kl_to_ref": Field(None, "differs", _MEAN),
+        "loss_kl_to_inference": Field(None, "differs", _KL),
+        "kl_to_inference": Field(None, "differs", _MEAN),
     },
     "MCAdvantage": _GATHER,
     "MCAdvantageSelector": {
@@ -74,14 +74,14 @@ TORCHRL: dict[str, dict[str, Field]] = {
         "in_keys": Field(None),
     },
     "torchrl.objectives.llm": {
-        "CISPOLoss": Field(REQUIRED, "other", "the policy gradient weighted by a clipped, constant ratio"),
+        "CISPOLoss": Field(REQUIRED, "differs", "the policy gradient weighted by a clipped, constant ratio"),
         "CISPOLossOutput": Field(REQUIRED),
-        "DAPO": Field(REQUIRED, "other", "DAPO's own clip range"),
+        "DAPO": Field(REQUIRED, "differs", "DAPO's own clip range"),
         "DAPOLossOutput": Field(REQUIRED),
         "DistillationLoss": Field(REQUIRED, "absent", "policy_loss_fn distillation or gkd of a whet run"),
         "DistillationLossOutput": Field(REQUIRED, "absent", "with it"),
         "GRPOLoss": Field(REQUIRED),
-        "GRPOLossOutput": Field(REQUIRED, "other", "`.loss`, `.sum(reduce=True)`, `.mean(reduce=True)` are the loss"),
+        "GRPOLossOutput": Field(REQUIRED, "differs", "`.loss`, `.sum(reduce=True)`, `.mean(reduce=True)` are the loss"),
         "LLMLossOutput": Field(REQUIRED),
         "MCAdvantage": Field(REQUIRED),
         "MCAdvantageSelector": Field(REQUIRED),

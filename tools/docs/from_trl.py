@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tools.docs.table import legend, table
-from whet.fronts.field import Table
+from whet.compat.field import Table
 from whet.trl.config.dpo import DPO_FIELDS, OLD_DPO_FIELDS
 from whet.trl.config.grpo import COMPAT, GRPO_FIELDS, OLD_GRPO_FIELDS
 from whet.trl.config.kto import KTO_FIELDS

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from tools.docs.table import legend, table
-from whet.fronts.field import Field, State
+from whet.compat.field import Field, State
 from whet.tunix import ABSENT
 from whet.tunix.configs import (
     AlgorithmConfig,
@@ -110,7 +110,7 @@ def _external(engine: str, defaults: dict[str, Any]) -> dict[str, Field]:
     found = {}
     for name, default in defaults.items():
         key = f"{engine}_{name}"
-        state: State = "no effect" if key in _DONE else "other" if key in _NARROWER else "works"
+        state: State = "no effect" if key in _DONE else "differs" if key in _NARROWER else "works"
         found[f"rollout_{key}"] = Field(default, state, _DONE.get(key) or _NARROWER.get(key, ""))
     return found
 
@@ -132,7 +132,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "kl_clamp_value": Field(None),
         "overlong_buffer": Field(
             _OVERLONG_BUFFER,
-            "other",
+            "differs",
             "off unless `enable`, which DAPOConfig sets; counts tokens, not characters, and takes no more than that",
         ),
     },
@@ -154,13 +154,13 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
     DAPOConfig: {
         "algo_variant": Field("dapo", "no effect", "the other fields say it all"),
         "loss_agg_mode": Field("token-mean"),
-        "beta": Field(None, "other", "None is read as 0.0; no reference is loaded"),
+        "beta": Field(None, "differs", "None is read as 0.0; no reference is loaded"),
         "epsilon": Field(0.2),
         "epsilon_high": Field(0.28),
         "dynamic_sampling": Field(True, note="carried out, with trainer.max_steps; there it is not"),
         "overlong_buffer": Field(
             _OVERLONG_BUFFER,
-            "other",
+            "differs",
             "the same values; counts tokens, not characters, and takes no more than the penalty",
         ),
     },
@@ -179,7 +179,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "epsilon_low": Field(None, note="0.0 is a value; there it counts as unset"),
         "epsilon_high": Field(None, note="0.0 is a value; there it counts as unset"),
         "epsilon_c": Field(None),
-        "entropy_coef": Field(None, "other", "None is read as 0.0"),
+        "entropy_coef": Field(None, "differs", "None is read as 0.0"),
         "clip_range_value": Field(0.2),
         "kl_method": Field("low_var_kl"),
         "advantage_estimator": Field("gae", note="also a function or package.module:function"),
@@ -191,26 +191,26 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "temperature": Field(0.9),
         "top_p": Field(1.0),
         "top_k": Field(None),
-        "seed": Field(None, "other", "an integer; None = the run's seed, and every call draws for itself"),
-        "max_prompt_length": Field(64, "other", "a longer prompt is an error unless on_long_prompt says otherwise"),
+        "seed": Field(None, "differs", "an integer; None = the run's seed, and every call draws for itself"),
+        "max_prompt_length": Field(64, "differs", "a longer prompt is an error unless on_long_prompt says otherwise"),
         "kv_cache_size": Field(1024, "no effect", "a row takes the cache it needs; kv_cache_tokens bounds them all"),
         "data_type": Field(None, "refused", "the rollout reads the trainer's weights; set actor.dtype"),
         "eos_tokens": Field(None),
         "rollout_mapping_config": Field(None, "refused", "both sides use Hugging Face's parameter names"),
-        "tensor_parallel_size": Field(-1, "other", _ONE),
-        "data_parallel_size": Field(-1, "other", _ONE),
-        "expert_parallel_size": Field(1, "other", _ONE),
-        "return_logprobs": Field(False, "other", "decides about RolloutOutput.logprobs; training has them either way"),
+        "tensor_parallel_size": Field(-1, "differs", _ONE),
+        "data_parallel_size": Field(-1, "differs", _ONE),
+        "expert_parallel_size": Field(1, "differs", _ONE),
+        "return_logprobs": Field(False, "differs", "decides about RolloutOutput.logprobs; training has them anyway"),
         **_external("vllm", _VLLM),
         "rollout_vllm_tpu_backend_type": Field(None, "refused", "there is no TPU back end"),
         **_external("sglang_jax", _SGLANG),
         **{name: Field(None, "refused", reason) for name, reason in _OWN_REFUSED.items()},
     },
     TrainingConfig: {
-        "eval_every_n_steps": Field(REQUIRED, "other", "0 by default: only before the first and after the last step"),
-        "max_steps": Field(None, "other", "global steps (rollouts) everywhere; None is allowed"),
+        "eval_every_n_steps": Field(REQUIRED, "differs", "0 by default: only before the first and after the last step"),
+        "max_steps": Field(None, "differs", "global steps (rollouts) everywhere; None is allowed"),
         "gradient_accumulation_steps": Field(None),
-        "checkpoint_root_directory": Field(None, "other", "None = checkpoints/ of the run folder, if there is one"),
+        "checkpoint_root_directory": Field(None, "differs", "None = checkpoints/ of the run folder, if there is one"),
         "checkpointing_options": Field(None),
         "metrics_logging_options": Field(None),
         "profiler_options": Field(None),
@@ -221,32 +221,32 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "pbar_description": Field("Training"),
         "max_seq_token_per_tpu": Field(
             None,
-            "other",
+            "differs",
             "read into max_tokens_per_microbatch; None = 16384 on a GPU; about 1536, up to 2048, on a CPU",
         ),
-        "max_segments_per_packed_row": Field(None, "other", "sequences of a micro-batch"),
+        "max_segments_per_packed_row": Field(None, "differs", "sequences of a micro-batch"),
         "max_logp_positions_per_packed_row": Field(None, "refused", "only completion positions are computed anyway"),
     },
     RLTrainingConfig: {
-        "actor_optimizer": Field(REQUIRED, "other", "an OptimConfig, a torch optimizer factory or its reference"),
-        "critic_optimizer": Field(None, "other", "the same; None = as the actor's"),
+        "actor_optimizer": Field(REQUIRED, "differs", "an OptimConfig, a torch optimizer factory or its reference"),
+        "critic_optimizer": Field(None, "differs", "the same; None = as the actor's"),
         "mini_batch_size": Field(None),
-        "train_micro_batch_size": Field(None, "other", "an upper bound, in addition to the token budget"),
+        "train_micro_batch_size": Field(None, "differs", "an upper bound, in addition to the token budget"),
         "rollout_micro_batch_size": Field(None),
-        "compute_logps_micro_batch_size": Field(None, "other", "an upper bound, in addition to the token budget"),
+        "compute_logps_micro_batch_size": Field(None, "differs", "an upper bound, in addition to the token budget"),
         "compute_logps_chunk_size": Field(0, "no effect", "logits are always made a chunk at a time"),
     },
     ClusterConfig: {
-        "role_to_mesh": Field(REQUIRED, "other", "checked: axes of data whose product is torchrun's processes"),
+        "role_to_mesh": Field(REQUIRED, "differs", "checked: axes of data whose product is torchrun's processes"),
         "role_to_logical_axis_rule": Field(None, "refused", "parameters are sharded by mesh axis"),
         "rollout_engine": Field(
             "vanilla",
-            "other",
+            "differs",
             '"embedded", under either name; "sglang_jax" = "sglang"; also a class, partial, reference',
         ),
-        "offload_to_cpu": Field(False, "other", "reference, masters and moments; the actor's weights stay"),
-        "training_config": Field(REQUIRED, "other", "RLTrainingConfig() by default"),
-        "rollout_config": Field(REQUIRED, "other", "RolloutConfig() by default; a dict of modes needs Mode.TRAIN"),
+        "offload_to_cpu": Field(False, "differs", "reference, masters and moments; the actor's weights stay"),
+        "training_config": Field(REQUIRED, "differs", "RLTrainingConfig() by default"),
+        "rollout_config": Field(REQUIRED, "differs", "RolloutConfig() by default; a dict of modes needs Mode.TRAIN"),
         "gc_collect_after_weight_sync": Field(
             True, "refused", "weights are written in place, nothing is left to collect"
         ),
@@ -255,22 +255,22 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "save_interval_steps": Field(None),
         "max_to_keep": Field(3),
         "enable_async_checkpointing": Field(
-            True, "other", "False unless set; True writes sharded checkpoints, which only a resume reads"
+            True, "differs", "False unless set; True writes sharded checkpoints, which only a resume reads"
         ),
         "timeout_secs": Field(1200, "no effect", "a save ends or raises"),
     },
     MetricsLoggerOptions: {
-        "log_dir": Field(REQUIRED, "other", "None = the run folder; where no logger is named it turns TensorBoard on"),
-        "project_name": Field("tunix", "other", '"whet"'),
+        "log_dir": Field(REQUIRED, "differs", "None = the run folder; with no logger named it turns TensorBoard on"),
+        "project_name": Field("tunix", "differs", '"whet"'),
         "run_name": Field(""),
         "flush_every_n_steps": Field(100),
-        "backend_kwargs": Field({}, "other", "keys jsonl, tensorboard, trackio, wandb; own loggers go to loggers"),
+        "backend_kwargs": Field({}, "differs", "keys jsonl, tensorboard, trackio, wandb; own loggers go to loggers"),
         "enable_opentelemetry": Field(False, "refused", "there is no exporter; give loggers an object"),
     },
     ProfilerOptions: {
-        "log_dir": Field(REQUIRED, "other", "None = the run folder; torch.profiler's timeline and a table"),
-        "skip_first_n_steps": Field(REQUIRED, "other", "1 by default"),
-        "profiler_steps": Field(REQUIRED, "other", "1 by default; a pair of files for each"),
+        "log_dir": Field(REQUIRED, "differs", "None = the run folder; torch.profiler's timeline and a table"),
+        "skip_first_n_steps": Field(REQUIRED, "differs", "1 by default"),
+        "profiler_steps": Field(REQUIRED, "differs", "1 by default; a pair of files for each"),
         "set_profile_options": Field(True, "no effect", "every operation of torch is traced"),
         "host_tracer_level": Field(2, "no effect", "every operation of torch is traced"),
         "python_tracer_level": Field(1, "no effect", "Python shows as one line of each phase"),
@@ -282,7 +282,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "custom_export_fn_path": Field(None, "refused", "time/ metrics go to every logger"),
         "custom_export_fn_path_v2": Field(None, "refused", "time/ metrics go to every logger"),
         "enable_trace_writer": Field(True),
-        "trace_dir": Field(None, "other", "None = the run folder; trace.json opens in Perfetto"),
+        "trace_dir": Field(None, "differs", "None = the run folder; trace.json opens in Perfetto"),
     },
 }
 """Configuration class -> Tunix's field -> what it is here."""
@@ -324,7 +324,7 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
         "losses are numbers; on_train_start and on_train_end once a run, not once an update; in reinforcement learning "
         "the evaluation hooks once an evaluation, with the loss of what it sampled",
     ),
-    ("`DataHooks`", "other", "give `actor_trainer.train()` its batches; a learner refuses a trainer that has them"),
+    ("`DataHooks`", "differs", "give `actor_trainer.train()` its batches; a learner refuses a trainer that has them"),
     (
         "`Trainer`: `train`, `train_steps`, `iter_steps`, `restored_global_step`, `model`",
         "works",
@@ -332,7 +332,7 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "`with_rl_metrics_to_log`",
-        "other",
+        "differs",
         "np.mean, np.max, np.min, their names, or another of whet's reductions; other functions are refused",
     ),
     ("`with_tqdm_metrics_to_display`", "works", "functions are called once, when they are given"),
@@ -357,12 +357,12 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "`PerfMetricsConfig`, `PerfMetricsExport`",
-        "other",
+        "differs",
         "the export of PerfMetricsExport has no effect: time/ metrics are always logged; a function of your own is "
         "refused, because whet has no Tunix spans",
     ),
     ("`PPOConfig.mini_batch_size`", "refused", "it is RLTrainingConfig's"),
-    ("`TokenizerAdapter`, `Tokenizer`", "other", "around a tokenizer of transformers, from a folder or a hub name"),
+    ("`TokenizerAdapter`, `Tokenizer`", "differs", "around a tokenizer of transformers, from a folder or a hub name"),
     ("`Sampler`, `CacheConfig`", "works", "[generating](generating.md)"),
     ("data queues, resharding, `rl.agentic`", "refused", "nothing is queued, resharded or awaited"),
 )

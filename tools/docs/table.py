@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from whet.fronts.field import STATES, Field
+from whet.compat.field import STATES, Field
 
 __all__ = ["legend", "row", "table"]
 

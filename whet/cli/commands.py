@@ -44,7 +44,7 @@ from whet.observe.plots import plot_curves
 from whet.observe.progress import sparkline
 from whet.parallel.processes import join_processes
 from whet.parallel.ranks import Ranks
-from whet.parallel.torchrun_env import world_size
+from whet.parallel.torchrun_env import check_mesh, world_size
 from whet.run.run import Run
 from whet.run.signals import Stopped
 from whet.storage.completions import read_completions
@@ -204,11 +204,14 @@ def make_rl_learner(config: RunConfig) -> tuple[RLLearner, Any, Any]:
 
 
 def _with_memory_plan(config: RunConfig) -> RunConfig:
-    """Sets what is open to what fits the GPU, where one process trains on one GPU with the embedded engine."""
-    memory = free_gpu_memory()
-    if memory is None or world_size() > 1 or config.rollout_engine != "embedded":
+    """Sets what is open to what fits the GPU of each process, where the embedded engine samples."""
+    if config.rollout_engine != "embedded":
         return config
-    return choose_settings(config, memory)
+    trainer = config.trainer
+    ranks = join_processes(trainer.collective_timeout_s)  # it selects this process's GPU
+    check_mesh(ranks.size, trainer.context_parallel_size, trainer.data_parallel_replicate_size)
+    free = [memory for memory in ranks.all_gather(free_gpu_memory()) if memory is not None]
+    return choose_settings(config, min(free), ranks.size) if len(free) == ranks.size else config
 
 
 def _critic(config: PPORunConfig) -> RoleConfig:

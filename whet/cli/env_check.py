@@ -56,12 +56,12 @@ def env_check(config: RunConfig, *, rows: int = 3, gold: str = "answer", say: Ca
         failures=EpisodeFailures(on_infrastructure="mask"),
     )
     has_own = script.environment is not None and script.environment.has_reward
-    found = check_environment(talk, [p for p in prompts if p is not None], _reward(config, has_own), gold)
-    for fact in found.facts:
+    report = check_environment(talk, [p for p in prompts if p is not None], _reward(config, has_own), gold)
+    for fact in report.facts:
         say(fact)
-    for problem in found.problems:
+    for problem in report.problems:
         say(f"problem: {problem}")
-    if not found.problems:
+    if not report.problems:
         say(f"nothing wrong found in {len(prompts)} rows")
 
 

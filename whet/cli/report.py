@@ -51,15 +51,17 @@ def compare(config: CompareConfig) -> Comparison:
     Args: config: the whole configuration.
     Raises: ConfigError: see report.compare.compare_runs.
     """
-    found = compare_runs(config.runs, metrics=config.metrics, last=config.last)
+    comparison = compare_runs(config.runs, metrics=config.metrics, last=config.last)
     heads = [
-        name if len(names) == 1 else f"{name} and {len(names) - 1} more" for names in found.groups for name in names[:1]
+        name if len(names) == 1 else f"{name} and {len(names) - 1} more"
+        for names in comparison.groups
+        for name in names[:1]
     ]
     parts = {
-        "settings that differ": found.settings,
-        "environment": found.environment,
+        "settings that differ": comparison.settings,
+        "environment": comparison.environment,
         f"metrics, over the last {config.last} steps": {
-            name: ["-" if cell is None else str(cell) for cell in cells] for name, cells in found.metrics.items()
+            name: ["-" if cell is None else str(cell) for cell in cells] for name, cells in comparison.metrics.items()
         },
     }
     rows = [[title, *heads] for title in parts]
@@ -71,7 +73,7 @@ def compare(config: CompareConfig) -> Comparison:
             else [f"{title}: none", ""]
         )
     print_text("\n".join([*lines, f"curves: whet report {' '.join(config.runs)}"]))
-    return found
+    return comparison
 
 
 def _table(rows: list[list[str]]) -> list[str]:

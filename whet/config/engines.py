@@ -26,7 +26,7 @@ class VLLMOptions:
     """Schedule the next step while the current one runs."""
     logprobs_mode: Name = "processed_logprobs"
     """Its logprobs: processed_logprobs, or raw_logprobs, those before temperature and truncation, for
-    logprob_support "full"."""
+    logprobs_mode "full"."""
     hf_config_path: Name | None = None
     """Folder of another Hugging Face configuration."""
     additional_config: Tree | None = None

@@ -244,7 +244,7 @@ def _settings_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
     elif data.eval_fraction:
         rows |= {"path": data.path, "split": data.split, "limit": data.limit}
         rows |= {"eval_fraction": data.eval_fraction, "eval_fraction_seed": seed}
-    found = {
+    settings = {
         "model": actor.get("model"),
         "dtype": actor.get("dtype", "auto"),
         "rollout": {
@@ -260,7 +260,7 @@ def _settings_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
     limits = {
         name: trainer[name] for name in ("on_reward_error", "reward_timeout_s", "reward_workers") if name in trainer
     }
-    return {**found, **{name: run[name] for name in kept if name in run}, **limits}
+    return {**settings, **{name: run[name] for name in kept if name in run}, **limits}
 
 
 def _env_path_of_run(run: Mapping[str, Any], rollout: RolloutConfig) -> str | None:

@@ -53,17 +53,17 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     Args: path: the file; an empty one is an empty mapping.
     Raises: ConfigError: no such file, not YAML (or another encoding than UTF-8, a key given twice ...), not a mapping.
     """
-    found = parse(read_text(path), str(path), lines=True)
-    if found is None:
+    content = parse(read_text(path), str(path), lines=True)
+    if content is None:
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         fix = "write `key: value` lines, sections indented below their name"
-        if isinstance(found, list):
+        if isinstance(content, list):
             fix = "take the dashes away: `key: value` lines, sections indented below their name"
-        elif isinstance(found, str) and ":" in found:
-            fix = f"a colon that ends a key has a blank behind it, in {format_value(found, 60)}"
-        raise ConfigError(f"{path}: a configuration is a mapping of keys, got {type(found).__name__}; {fix}")
-    return found
+        elif isinstance(content, str) and ":" in content:
+            fix = f"a colon that ends a key has a blank behind it, in {format_value(content, 60)}"
+        raise ConfigError(f"{path}: a configuration is a mapping of keys, got {type(content).__name__}; {fix}")
+    return content
 
 
 def parse_config_args(
@@ -267,6 +267,8 @@ def dump(config: Any) -> str:
     save_interval_steps: null
     save_interval_s: 180.0
     max_to_keep: 2
+    sharded: false
+    enable_async_checkpointing: false
     """
     return yaml.dump(dump_tree(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 

@@ -69,16 +69,16 @@ def _minimal(value: Any, engine: Any) -> Any:
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return dump_tree(value)
     idle = fields_without_effect(value, engine)
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for field in dataclasses.fields(value):
         part = getattr(value, field.name)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if dataclasses.is_dataclass(default):
             if inner := _minimal(part, engine):
-                found[field.name] = inner
+                fields[field.name] = inner
         elif field.name in _STAYS or part != default or not (_off(field.name, part) or field.name in idle):
-            found[field.name] = _minimal(part, engine)
-    return found
+            fields[field.name] = _minimal(part, engine)
+    return fields
 
 
 def _off(name: str, value: Any) -> bool:
@@ -94,16 +94,16 @@ def fields_without_effect(config: Any, engine: Any = None) -> set[str]:
     >>> sorted(fields_without_effect(OverlongBuffer()))
     ['max_response_length', 'overlong_buffer_length', 'overlong_buffer_penalty']
     """
-    found: set[str] = set()
+    unused: set[str] = set()
     if isinstance(config, VLLMOptions | SGLangOptions):
         own = "vllm" if isinstance(config, VLLMOptions) else "sglang"
         return set() if engine == own or ":" in str(engine) else {f.name for f in dataclasses.fields(config)}
     if isinstance(config, OverlongBuffer) and not config.enable:
-        found |= {"overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"}
+        unused |= {"overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"}
     if isinstance(config, CheckpointingOptions) and config.save_interval_steps is not None:
-        found.add("save_interval_s")
+        unused.add("save_interval_s")
     if isinstance(config, OptimConfig) and config.name == "sgd":
-        found |= {"betas", "eps"}
+        unused |= {"betas", "eps"}
     if isinstance(config, PolicyConfig | PreferenceConfig) and not any(user_functions(config)):
-        found |= unread_fields(config).keys()
-    return found
+        unused |= unread_fields(config).keys()
+    return unused

@@ -172,9 +172,9 @@ class RolloutConfig:
     constraint: ConstraintConfig | None = None
     """Constrained (structured) decoding: regex, json_schema or grammar, e.g. {regex: "[0-9]+"}; None = any text. Needs
     the extra `grammar`."""
-    logprob_support: Literal["sampling", "full"] = "sampling"
-    """Distribution of all logprobs: "sampling" = the one sampled from, with penalties and truncation; "full" = only the
-    temperature."""
+    logprobs_mode: Literal["processed", "full"] = "processed"
+    """Distribution of all logprobs: "processed" = the one sampled from, with penalties and truncation; "full" = only
+    the temperature."""
     on_long_prompt: Literal["error", "truncate_left", "drop"] = "error"
     """A prompt over max_prompt_length: "error" = refuse it, "truncate_left" = keep its last tokens, "drop" = leave the
     row out and log the number."""
@@ -192,7 +192,7 @@ class RolloutConfig:
     """Completions of each evaluation prompt; None = algo.num_generations, or 1 if evaluation is greedy."""
     generation_kwargs: Tree = field(default_factory=dict)
     """Options of transformers' generate that whet has no field for, e.g. {no_repeat_ngram_size: 3} or {num_beams: 4}.
-    With any of them the "hf" engine runs the rollout. Training supports them only with logprob_support "full", and
+    With any of them the "hf" engine runs the rollout. Training supports them only with logprobs_mode "full", and
     does not support beams."""
     chat_template_kwargs: Tree = field(default_factory=dict)
     """More arguments of the chat template, e.g. {enable_thinking: false}."""

@@ -224,8 +224,8 @@ def find_synonym(path: Sequence[str], known: Collection[str]) -> str | None:
     >>> find_synonym(("actor", "optim", "lr"), {"reward_model.optim.lr", "reward_model.lr"})
     'reward_model.lr'
     """
-    if found := next((key for key in _WHOLE.get(".".join(path), ()) if key in known), None):
-        return found
+    if synonym := next((key for key in _WHOLE.get(".".join(path), ()) if key in known), None):
+        return synonym
     first, *rest = path
     roles = (first, *SECTIONS.get(first, ()), "actor", "reward_model")
     for target in SYNONYMS.get(path[-1], ()):

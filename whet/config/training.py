@@ -184,6 +184,9 @@ class TrainingConfig:
     context_parallel_size: Count = 1
     """Processes that divide the tokens of each forward and backward pass, so each keeps a part of the activations
     (Ulysses). It must divide the number of processes and of attention heads. 1 = each pass runs on one process."""
+    sync_each_microbatch: Bool = False
+    """Of several processes: add gradients over the processes after each forward and backward pass, not after the last
+    of an update. Each then holds its shard of the gradient, not all of it, and sends as much more."""
     data_parallel_replicate_size: Count = 1
     """Copies of the model, each sharded over the processes of one group: HSDP, for clusters whose hosts are connected
     more slowly than the GPUs within them; set it to the number of hosts. 1 = one copy over all processes."""

@@ -68,13 +68,13 @@ def to_config_error(
     >>> print(to_config_error(RLTrainingConfig, found, value))
     unknown key actor_optimizer.lrr; did you mean actor_optimizer.lr?
     """
-    found: dict[tuple[str, ...], list[Any]] = {}
+    items_by_path: dict[tuple[str, ...], list[Any]] = {}
     for item in error.errors(include_url=False):
-        found.setdefault(written_path(cls, item["loc"], value), []).append(item)
+        items_by_path.setdefault(written_path(cls, item["loc"], value), []).append(item)
     lines = [
         _error_line(cls, path, items, root, short or {})
-        for path, items in found.items()
-        if not any(len(other) > len(path) and other[: len(path)] == path for other in found)
+        for path, items in items_by_path.items()
+        if not any(len(other) > len(path) and other[: len(path)] == path for other in items_by_path)
     ]
     return ConfigError("\n".join(lines))
 

@@ -370,15 +370,15 @@ def _load_folder(path: Path, split: str | None, streaming: bool) -> Any:
     files = sorted(p for where in (path, path / "data") for p in where.glob("*") if file_format(p) in FORMATS)
     if not files:
         raise DataError(f"folder {str(path)!r} holds no data; expected {', '.join(FORMATS)} files or a saved Dataset")
-    found = sorted({word for word in SPLITS for p in files if _names_split(p, word)})
-    if split is None and found:
-        others = [p.name for p in files if not any(_names_split(p, word) for word in found)]
-        split = _eval_split([*found, *others], path)
+    splits = sorted({word for word in SPLITS for p in files if _names_split(p, word)})
+    if split is None and splits:
+        others = [p.name for p in files if not any(_names_split(p, word) for word in splits)]
+        split = _eval_split([*splits, *others], path)
     chosen = [p for p in files if split is not None and _names_split(p, split)]
-    if not chosen and (found or split not in (None, "train")):
+    if not chosen and (splits or split not in (None, "train")):
         raise DataError(
             f"folder {str(path)!r} has no split {split!r}; its files: {', '.join(p.name for p in files[:8])}"
-            f"{nearest(str(split), found)}"
+            f"{nearest(str(split), splits)}"
         )
     chosen = chosen or files
     _check_same_format(chosen, f"folder {str(path)!r}")
@@ -413,14 +413,14 @@ def _select_split(rows: Any, split: str | None, source: Any) -> Any:
 def _eval_split(names: Iterable[Any], source: Any) -> Any:
     """The split to evaluate on if none was named. Raises DataError if there is not exactly one candidate."""
     names = list(names)
-    found = names if len(names) == 1 else [name for name in names if name in EVAL_SPLITS]
-    if len(found) != 1:
+    candidates = names if len(names) == 1 else [name for name in names if name in EVAL_SPLITS]
+    if len(candidates) != 1:
         raise DataError(
-            f"{_describe(source)} has {', '.join(map(str, names)) or 'no split'}, and {len(found)} of them are named "
-            "for evaluation; say which: set data.eval_split, give data.eval_path one file, or from Python eval_ds one "
-            "split's rows"
+            f"{_describe(source)} has {', '.join(map(str, names)) or 'no split'}, and {len(candidates)} of them are "
+            "named for evaluation; say which: set data.eval_split, give data.eval_path one file, or from Python give "
+            "eval_ds one split's rows"
         )
-    return found[0]
+    return candidates[0]
 
 
 def _limit_rows(rows: Any, limit: int | None) -> Any:

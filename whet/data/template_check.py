@@ -198,10 +198,10 @@ def _first_change(messages: Sequence[Message], stand_ins: _StandIns, with_stand_
     for place in range(0, len(pieces) - 2, 2):
         number, after = int(pieces[place + 1]), pieces[place + 2]
         at += len(pieces[place])
-        found = re.compile(stand_ins.either(number) + re.escape(after)).match(text, at)
-        if found is None:
+        match = re.compile(stand_ins.either(number) + re.escape(after)).match(text, at)
+        if match is None:
             break
-        at = found.end() - len(after)
+        at = match.end() - len(after)
     place, after = stand_ins.owners[number], pieces[2 * pieces[1::2].index(str(number)) + 2]
     end = text.find(after, at) if after else len(text)
     shown = text[at : end if end > at else len(text)]

@@ -22,7 +22,7 @@ from whet.envs.script import Script
 from whet.envs.tool_calls import ToolTemplate
 from whet.envs.tool_episodes import PROMPT
 from whet.envs.transcript import ChatTranscript
-from whet.errors import InfrastructureError, RewardError, format_value
+from whet.errors import DataError, InfrastructureError, RewardError, format_value
 from whet.rewards.checked_values import error_from_exception
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Episode, Turns
@@ -91,21 +91,25 @@ class Conversation:
                 prompt = yield from self._told(instance.reset(episode.prompt, self.encode), end)
                 if prompt is not episode.prompt:
                     transcript = self._transcript(prompt)
+            added = len(transcript.prompt.tokens) - len(episode.prompt.tokens)  # by reset
+            self._check_room(transcript.prompt, added)
             reason, status = yield from run_turns(
                 episode,
                 sampling,
                 transcript,
-                lambda: self._respond(instance, transcript.messages, end),
+                lambda: self._respond(instance, transcript, end),
                 max_turns=self.max_turns,
-                max_tokens=self.max_tokens,
+                max_tokens=self.max_tokens - added,
                 max_length=self.max_length,
                 answers_last=instance is not None,
             )
             if status == "error":
                 raise InfrastructureError(f"the engine gave up a turn of the model (finish_reason {reason!r})")
             if instance is not None and instance.of.has_reward:
-                identity = f"{episode.prompt.row}_{episode.generation}"
-                episode.rewards[ENVIRONMENT_REWARD] = yield from self._told(instance.get_reward(identity), end)
+                final = 0.0
+                if instance.of.has_final_reward:
+                    final = yield from self._told(instance.get_reward(), end)
+                episode.rewards[ENVIRONMENT_REWARD] = final + math.fsum(transcript.turn_rewards.values())
             info = {"status": status} if status == "finished" else {"status": status, "failure": "model"}
         except RewardError as error:
             reason, info = "error", self.failures.add(error, episode)
@@ -113,6 +117,16 @@ class Conversation:
             if instance is not None:
                 instance.close()
         return self._completions(episode, transcript, instance, reason, info)
+
+    def _check_room(self, prompt: Prompt, added: int) -> None:
+        """Raises DataError: the prompt leaves no room for a turn. Args: added: the tokens of it that are reset's."""
+        length, longest = len(prompt.tokens), self.max_length
+        if added >= self.max_tokens or (longest is not None and length >= longest):
+            raise DataError(
+                f"row {prompt.row}: reset of {self.script.name} adds {added} tokens to the prompt, which has {length} "
+                f"then and leaves no room for a turn: after the row's prompt there are {self.max_tokens} "
+                f"(rollout.max_episode_tokens), and a sequence has at most {longest}; raise that, or say less"
+            )
 
     def _completions(
         self,
@@ -149,15 +163,19 @@ class Conversation:
         return ChatTranscript(prompt, self.encode, end_ids=self.end_ids, parse=parse)
 
     def _respond(
-        self, instance: EnvironmentInstance | None, messages: Sequence[Message], end: float
+        self, instance: EnvironmentInstance | None, transcript: ChatTranscript, end: float
     ) -> Generator[ExternalCall, Any, list[Message]]:
         """The environment's messages. Raises RewardError: it raised, was late, or returned something else."""
         if instance is not None:
             name = f"step of {self.script.name}"
-            answer = yield from self._told(instance.respond(messages[-1]), end)
+            answer = yield from self._told(instance.respond(transcript.messages[-1]), end)
+            if instance.of.has_turn_reward:
+                reward = yield from self._told(instance.get_reward("get_turn_reward"), end)
+                if not math.isnan(reward):
+                    transcript.turn_rewards[transcript.turns - 1] = reward
         else:
             interact, name = self.script.interact, f"interact of {self.script.name}"
-            copied = copy.deepcopy(list(messages))
+            copied = copy.deepcopy(list(transcript.messages))
             assert interact is not None
             call = ExternalCall(function=lambda: interact(copied), name=name, timeout_s=self.timeout_s)
             answer = yield from self._told(_waiting(call), end)

@@ -10,7 +10,10 @@
         async def step(self, message):             # answers a turn without calls: a text, messages, or None = the end
             ...
 
-        def get_reward(self):                      # of the episode; None = not applicable
+        def get_turn_reward(self):                 # of the last turn; None = none
+            ...
+
+        def get_reward(self):                      # of the episode, besides those of turns; None = not applicable
             ...
 
 Each method is optional, and plain or async. Each episode has an instance of its own, which keeps its state. An
@@ -41,7 +44,7 @@ LOG = logging.getLogger("whet")
 
 ENVIRONMENT_REWARD = "environment"
 """The name of the reward that get_reward returns."""
-NOT_TOOLS = ("close", "get_reward", "reset", "step")
+NOT_TOOLS = ("close", "get_reward", "get_turn_reward", "reset", "step")
 """Public methods of an environment that are not tools."""
 
 Call = Generator[ExternalCall, Any, Any]
@@ -94,12 +97,18 @@ class EnvironmentClass:
         self.tool_names = [name for name in names if name not in NOT_TOOLS]
         nobody = object()  # the schemas need bound methods, not an instance
         self.tools = Tools([inspect.getattr_static(kind, n).__get__(nobody, kind) for n in self.tool_names])
-        self.has_step, self.has_reward = "step" in names, "get_reward" in names
+        self.has_step, self.has_turn_reward = "step" in names, "get_turn_reward" in names
+        self.has_final_reward = "get_reward" in names
         if not self.tool_names and not self.has_step and not self.has_reward:
             raise ConfigError(
                 f"environment {self.name} has neither tools (public methods) nor step(message) nor get_reward(); write "
                 "one of them"
             )
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether its episodes have a reward."""
+        return self.has_turn_reward or self.has_final_reward
 
     def check_lifetime(self, episode_timeout_s: float | None) -> None:
         """Raises ConfigError: an episode may last longer than what the class says that an instance lives."""
@@ -130,7 +139,7 @@ class EnvironmentInstance:
 
         Args: prompt: of the group. encode: its encoder.
         Returns: the prompt of the episode, with what `reset` has returned.
-        Raises: DataError: a column is named "prompt" besides the prompt; the prompt with that is too long.
+        Raises: DataError: a column is named "prompt" besides the prompt; `reset` returned something else.
         """
         if "prompt" in prompt.columns:
             raise DataError(
@@ -147,8 +156,11 @@ class EnvironmentInstance:
         observation = yield self._call(create, "reset", phase="reset")
         functions = {name: getattr(self._instance, name) for name in self.of.tool_names}
         self._tools = self.of.tools.with_functions(functions, self._limits)
-        name = f"reset of {self.of.name}"
-        return prompt if observation is None else with_observation(prompt, observation, encode, name)
+        if observation is None:
+            return prompt
+        unlimited = copy.copy(encode)  # what the environment says counts for the episode, not for the row's prompt
+        unlimited.max_prompt_length = None
+        return with_observation(prompt, observation, unlimited, f"reset of {self.of.name}")
 
     def respond(self, message: Message) -> Generator[ExternalCall, Any, Any]:
         """Runs the calls of a turn, or `step` if it has none. Returns: what answers it; [] = the episode ends."""
@@ -162,17 +174,17 @@ class EnvironmentInstance:
             answer = [{"role": "user", "content": answer}]
         return [] if answer is None or getattr(self._instance, "done", False) else answer
 
-    def get_reward(self, identity: str) -> Generator[ExternalCall, Any, float]:
-        """The reward of the episode; NaN = not applicable.
+    def get_reward(self, method: str = "get_reward") -> Generator[ExternalCall, Any, float]:
+        """The reward of the episode, or by get_turn_reward that of its last turn; NaN = not applicable.
 
-        Args: identity: of the trajectory, for messages. Raises: RewardError: it is no finite number.
+        Raises: RewardError: it is no finite number.
         """
-        value = yield self._call(lambda: self._instance.get_reward(), "get_reward", phase="reward")
-        checked = check_values([value], [identity], name=f"get_reward of {self.of.name}")
+        value = yield self._call(lambda: getattr(self._instance, method)(), method, phase="reward")
+        checked = check_values([value], ["0_0"], name=method)
         if checked.wrong:
             raise RewardError(
-                f"get_reward of {self.of.name} returned {format_value(value, 80)}; return a finite number, or None "
-                "where it does not apply"
+                f"{method} of {self.of.name} returned {format_value(value, 80)}; return a finite number, or None where "
+                "it does not apply"
             )
         return float(checked.rewards[0])
 

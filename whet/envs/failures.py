@@ -178,4 +178,4 @@ def _an_episode() -> Episode:
     from whet.rollout.driver import single_turn
     from whet.types import Prompt
 
-    return single_turn(Prompt(tokens=np.array([1]), source="", row=3), Sampling(max_tokens=1), address=(0, 0, 0, 0))
+    return single_turn(Prompt(tokens=np.array([1]), source="", row=3), Sampling(max_tokens=1), rng_key=(0, 0, 0, 0))

@@ -55,6 +55,8 @@ class ChatTranscript:
         self._end_marks = {i: str(encode.tokenizer.decode([i])) for i in end_ids}
         self._parse = parse
         self.prompt = prompt
+        self.turn_rewards: dict[int, float] = {}
+        """Turn, from 0 -> the reward that the environment gave for it."""
         self._encode, self._row, self._columns = encode, prompt.row, prompt.columns
         self._is_plain = encode.is_plain(prompt.source)
         self.messages: list[Message] = encode.messages(prompt.source)
@@ -135,14 +137,26 @@ class ChatTranscript:
 
         Args: generation: of the episode. finish_reason: why the episode ended, for each sequence. info: for the store.
         """
-        sequences = []
+        sequences, first = [], 0
         for prefix, parts, count in [*self._forked, (self._prefix, self._parts, len(self._new_messages))]:
             sequence = completion(*parts, generation=generation, info=info)
             messages = tuple(self._new_messages[:count])
-            sequences.append(
-                dataclasses.replace(sequence, prefix=prefix, finish_reason=finish_reason, messages=messages)
-            )
+            rewards = self._token_rewards(parts, first) if self.turn_rewards else None
+            first += sum(isinstance(p, Output) for p in parts)
+            changes = {"finish_reason": finish_reason, "messages": messages, "token_rewards": rewards}
+            sequences.append(dataclasses.replace(sequence, prefix=prefix, **changes))
         return sequences
+
+    def _token_rewards(self, parts: Sequence[Output | np.ndarray], turn: int) -> np.ndarray:
+        """float64 [C]: the rewards of turns at their last tokens. Args: parts: of a sequence. turn: its first one."""
+        rewards: list[np.ndarray] = []
+        for part in parts:
+            column = np.zeros(len(part.tokens if isinstance(part, Output) else part))
+            if isinstance(part, Output):
+                column[-1:] = self.turn_rewards.get(turn, 0.0)
+                turn += 1
+            rewards.append(column)
+        return np.concatenate(rewards)
 
     def _behind_turn(self, conversation: Sequence[Message]) -> str | None:
         """What the template writes behind the last turn. Args: conversation: the messages that the turn ends."""

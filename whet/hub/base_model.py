@@ -54,10 +54,10 @@ def read_card_metadata(path: Path) -> dict[str, Any]:
     from huggingface_hub.repocard import metadata_load
 
     try:
-        found = metadata_load(path) if path.is_file() else None
+        metadata = metadata_load(path) if path.is_file() else None
     except Exception:  # any content: not UTF-8, not YAML
         return {}
-    return dict(found) if isinstance(found, dict) else {}
+    return dict(metadata) if isinstance(metadata, dict) else {}
 
 
 def find_base_model(model: str | None) -> str | None:
@@ -82,11 +82,11 @@ def trained_with_chat_template(model: Any) -> bool | None:
     folder = Path(model).expanduser()
     for place in (folder, *list(folder.absolute().parents)[:3]):
         try:
-            found = read_yaml(place / "config.yaml") if (place / "config.yaml").is_file() else {}
+            settings = read_yaml(place / "config.yaml") if (place / "config.yaml").is_file() else {}
         except (ConfigError, OSError):
             continue
-        data = found.get("data")
-        if "trainer" in found and isinstance(data, dict) and isinstance(data.get("apply_chat_template"), bool):
+        data = settings.get("data")
+        if "trainer" in settings and isinstance(data, dict) and isinstance(data.get("apply_chat_template"), bool):
             return data["apply_chat_template"]
     return None
 
@@ -115,6 +115,6 @@ def licence_of_card(card: Mapping[str, Any]) -> dict[str, str]:
 def _card_of(folder: str) -> dict[str, Any]:
     """The front matter of a folder's first card that has one."""
     for name in CARDS:
-        if found := read_card_metadata(Path(folder).expanduser() / name):
-            return found
+        if metadata := read_card_metadata(Path(folder).expanduser() / name):
+            return metadata
     return {}

@@ -112,8 +112,8 @@ def _is_templated(folder: Path) -> bool:
 
 
 def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = settings.get(name)
-    return found if isinstance(found, Mapping) else {}
+    section = settings.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def _datasets(data: Mapping[str, Any]) -> tuple[str, ...]:
@@ -133,12 +133,12 @@ def _results(path: str | Path) -> dict[str, Any]:
     place = Path(path)
     place = place / "results.json" if place.is_dir() else place
     try:
-        found = read_json(place)
-        if not isinstance(found, dict) or not isinstance(found.get("results"), dict):
+        results = read_json(place)
+        if not isinstance(results, dict) or not isinstance(results.get("results"), dict):
             raise ValueError("it has no results")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not an evaluation: {error}; give a folder that `whet eval` wrote") from error
-    return found
+    return results
 
 
 def make_model_card(facts: CardFacts, *, title: str, model: str | None = None) -> str:
@@ -202,8 +202,8 @@ def _front_matter(facts: CardFacts, title: str) -> str:
         tags=["whet", *([facts.method.lower()] if facts.method else []), *kind],
         **more,
     )
-    found = {name: value for name, value in sorted(data.to_dict().items()) if value is not None}
-    return yaml.safe_dump(found, sort_keys=False, allow_unicode=True).rstrip()
+    metadata = {name: value for name, value in sorted(data.to_dict().items()) if value is not None}
+    return yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True).rstrip()
 
 
 def _results_for_hub(facts: CardFacts) -> list[Any]:
@@ -382,8 +382,8 @@ def _licence(facts: CardFacts) -> str:
 
 
 def _number(value: Any) -> str:
-    found = finite_or_none(value)
-    return "-" if found is None else f"{found:.4g}"
+    number = finite_or_none(value)
+    return "-" if number is None else f"{number:.4g}"
 
 
 def _cell(value: Any) -> str:

@@ -164,7 +164,8 @@ def _model_of(folder: Path, which: str) -> tuple[Path, int]:
     """The folder of the model and its step. Raises ConfigError if the run has no such model."""
     if not (folder / "config.yaml").is_file():
         inside = folder.name == FINAL or folder.parent.name == "checkpoints"
-        hint = f"; give the run's folder, {folder.parent}" if inside else nearest(folder.name, _siblings(folder))
+        beside = [p.name for p in folder.parent.iterdir() if p != folder] if folder.parent.is_dir() else []
+        hint = f"; give the run's folder, {folder.parent}" if inside else nearest(folder.name, beside)
         raise ConfigError(f"{folder} is not the folder of a run: it has no config.yaml{hint}")
     if which == FINAL:
         if not any((folder / FINAL / name).is_file() for name in ("config.json", "adapter_config.json")):
@@ -203,10 +204,6 @@ def _step_in(path: Path) -> int:
         raise CheckpointError(f"{path} can't be read: {error}; the model was not written by a run") from error
 
 
-def _siblings(folder: Path) -> list[str]:
-    return [p.name for p in folder.parent.iterdir() if p != folder] if folder.parent.is_dir() else []
-
-
 def _check_base(adapter: Path | None, dry_run: bool) -> None:
     """Raises ConfigError if an adapter's base is a local folder, which nobody else has; in a dry run only warns."""
     base = None if adapter is None else json.loads(adapter.read_text()).get("base_model_name_or_path")
@@ -222,20 +219,20 @@ def _check_base(adapter: Path | None, dry_run: bool) -> None:
 
 def _files(model: Path, folder: Path) -> dict[str, Path]:
     """The files of a model by their names on the hub. Raises CheckpointError if one is missing or damaged."""
-    found = {p.name: p for p in sorted(model.iterdir()) if p.is_file() and _MODEL.fullmatch(p.name)}
-    if "generation_config.json" not in found and (folder / FINAL / "generation_config.json").is_file():
-        found["generation_config.json"] = folder / FINAL / "generation_config.json"  # checkpoints may have none
-    if "adapter_config.json" in found:
+    files = {p.name: p for p in sorted(model.iterdir()) if p.is_file() and _MODEL.fullmatch(p.name)}
+    if "generation_config.json" not in files and (folder / FINAL / "generation_config.json").is_file():
+        files["generation_config.json"] = folder / FINAL / "generation_config.json"  # checkpoints may have none
+    if "adapter_config.json" in files:
         needs = {"adapter_config.json", "adapter_model.safetensors"}
     else:
         needs = {"config.json", *_shards(model)}
-    if missing := sorted(needs - found.keys()):
+    if missing := sorted(needs - files.keys()):
         raise CheckpointError(f"{model} has no {', '.join(missing)}; the model is not whole")
-    if not {"tokenizer.json", "tokenizer_config.json"} & found.keys():
+    if not {"tokenizer.json", "tokenizer_config.json"} & files.keys():
         raise CheckpointError(f"{model} has no tokenizer; the model is not whole")
-    for name, path in found.items():
+    for name, path in files.items():
         _check_file(name, path)
-    return found
+    return files
 
 
 def _exported(model: Path, folder: Path) -> Path:
@@ -339,16 +336,16 @@ def _make_api(token: str | None) -> Any:
 def _whoami(api: Any) -> dict[str, Any]:
     """The owner of the token. Raises ConfigError if the token is not valid or may not write."""
     try:
-        found = dict(api.whoami())
+        account = dict(api.whoami())
     except Exception as error:
         raise _hub_error(error, "the token is not valid", "log in again: hf auth login") from error
-    role = ((found.get("auth") or {}).get("accessToken") or {}).get("role")
+    role = ((account.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
         raise ConfigError(
             "the token may only read; make one that may write at https://huggingface.co/settings/tokens, and log in "
             "with it: hf auth login"
         )
-    return found
+    return account
 
 
 def _full_name(repo: str | None, folder: Path, who: Mapping[str, Any] | None) -> str:
@@ -380,14 +377,14 @@ def _check_visible(api: Any, repo: str, private: bool) -> None:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
-        found = api.repo_info(repo, repo_type="model")
+        info = api.repo_info(repo, repo_type="model")
     except RepositoryNotFoundError:
         return
     except Exception as error:
         raise _hub_error(error, f"the hub can't be asked for {repo}", "check the name and the token") from error
-    if private and not found.private:
+    if private and not info.private:
         raise ConfigError(f"{repo} exists and is public; set private=false to send to it, or give another repo")
-    if not private and found.private:
+    if not private and info.private:
         log.warning("%s exists and is private; it stays private", repo)
 
 
@@ -408,7 +405,7 @@ def _upload(
     from huggingface_hub import CommitOperationAdd
 
     content = {"README.md": card.encode(), **{name: str(path) for name, path in sorted(files.items())}}
-    adds = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=held) for name, held in content.items()]
+    adds = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in content.items()]
     try:
         api.create_repo(repo, private=private, repo_type="model", exist_ok=True)
         if branch is not None:

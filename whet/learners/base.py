@@ -251,15 +251,15 @@ class RLLearner:
 
     def episode_runner(self, mode: Mode) -> EpisodeRunner | None:
         """The generator function of a mode's episodes; None = one completion each."""
-        if mode not in self._episode_runners:
-            self._episode_runners[mode] = self._make_episode_runner(mode)
-        return self._episode_runners[mode]
-
-    def _make_episode_runner(self, mode: Mode) -> EpisodeRunner | None:
+        if mode in self._episode_runners:
+            return self._episode_runners[mode]
         if self.cluster.rollout_for(mode).agent is None:
-            return make_episode_runner(self.cluster, mode, self.encoder(mode), self.failures)
-        self._agents[mode] = make_agent_episodes(self.cluster, mode, self.encoder(mode), self.failures)
-        return self._agents[mode].run_episode
+            runner = make_episode_runner(self.cluster, mode, self.encoder(mode), self.failures)
+        else:
+            self._agents[mode] = make_agent_episodes(self.cluster, mode, self.encoder(mode), self.failures)
+            runner = self._agents[mode].run_episode
+        self._episode_runners[mode] = runner
+        return runner
 
     def encoder(self, mode: Mode) -> PromptEncoder:
         """The encoder of a mode: it turns rows into prompts, and an environment's messages into tokens."""

@@ -48,17 +48,13 @@ def warn_about_config(config: PolicyConfig, longest: int | None = None) -> None:
             "algo.loss_agg_mode='token-mean' with a ratio of whole sequences: longer completions count more; the "
             "papers mean sequence-mean-token-mean"
         )
-    if of_sequences and (factors := _token_factors(c)):
+    token_masks = (*_TOKEN_MASKS, "sampler-rejection") if c.rejection_level == "token" else _TOKEN_MASKS
+    factors = [f"algo.loss_masks=[{name}]" for name in c.loss_masks if name in token_masks]
+    factors += ["algo.sampler_is='token'"] if c.sampler_is == "token" else []
+    if of_sequences and factors:
         log.warning(
             "%s can't leave out single tokens, because the ratio is of whole sequences: it only scales a token's share "
             "of its sequence's gradient; algo.importance_sampling_level='sequence-token'%s gives each its own",
             ", ".join(factors),
             " and policy_loss_fn='grpo'" if c.policy_loss_fn == "gmpo" else "",
         )
-
-
-def _token_factors(c: PolicyConfig) -> list[str]:
-    """The settings of the policy loss's factors that differ between the tokens of a sequence."""
-    token_masks = (*_TOKEN_MASKS, "sampler-rejection") if c.rejection_level == "token" else _TOKEN_MASKS
-    masks = [f"algo.loss_masks=[{name}]" for name in c.loss_masks if name in token_masks]
-    return [*masks, "algo.sampler_is='token'"] if c.sampler_is == "token" else masks

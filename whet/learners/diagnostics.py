@@ -28,7 +28,7 @@ from whet.data.templates import uses_chat_template
 from whet.envs.agent import AGENT_REWARD
 from whet.errors import nearest
 from whet.models.modes import max_positions
-from whet.ops import Support
+from whet.ops import LogitsProcessors
 from whet.train.role_trainer import lower_lr_advice
 from whet.types import TokenBatch
 
@@ -88,7 +88,7 @@ class Finding(NamedTuple):
     severity: float
     """Above 0; larger is worse."""
     fix: str = ""
-    """The keys to set, apart from the message, since a front may have other names for them."""
+    """The keys to set, apart from the message, since a compatibility layer may have other names for them."""
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ class Diagnostics:
     def _num_choices(self) -> int | None:
         actor = self.cluster.actor
         vocabulary = int(actor.module.get_input_embeddings().weight.shape[0])  # pyright: ignore
-        return num_choices(actor.support, vocabulary)
+        return num_choices(actor.processors, vocabulary)
 
     def _describe(self, name: str, row: Mapping[str, float], rewards: RewardBatch, batch: TokenBatch) -> str:
         """A problem, what it means, and what to look at."""
@@ -362,22 +362,22 @@ class Diagnostics:
         self._severity = {name: float(severity) for name, severity in state["severity"].items()}
 
 
-def num_choices(support: Support, vocabulary: int) -> int | None:
+def num_choices(processors: LogitsProcessors, vocabulary: int) -> int | None:
     """The number of tokens that a uniform policy draws from: its entropy is the logarithm of this number.
 
-    Args: support: of the draws. vocabulary: the number of tokens.
+    Args: processors: of the draws. vocabulary: the number of tokens.
     Returns: None where the number is less than two, or differs from token to token (a constraint).
 
-    >>> num_choices(Support(), 100), num_choices(Support(top_k=50, top_p=0.5), 100), num_choices(Support(top_k=1), 9)
-    (100, 25, None)
+    >>> num_choices(LogitsProcessors(), 100), num_choices(LogitsProcessors(top_k=50, top_p=0.5), 100)
+    (100, 25)
     """
-    if support.full or support.temperature == 0:
+    if processors.full or processors.temperature == 0:
         return vocabulary if vocabulary > 1 else None
-    if support.constrained:
+    if processors.constrained:
         return None
-    number = vocabulary - len({i for i in support.forbidden_ids if 0 <= i < vocabulary})
-    number = min(number, support.top_k or number)
-    number = math.ceil(number * support.top_p)
+    number = vocabulary - len({i for i in processors.forbidden_ids if 0 <= i < vocabulary})
+    number = min(number, processors.top_k or number)
+    number = math.ceil(number * processors.top_p)
     return number if number > 1 else None
 
 

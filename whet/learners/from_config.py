@@ -30,7 +30,9 @@ from whet.ops import (
     AdvantageInputs,
     PolicyObjective,
     reference_kl,
+    segment_sum,
     teacher_column,
+    turn_index,
 )
 from whet.rewards.call import function_name
 from whet.rewards.length import overlong
@@ -233,16 +235,25 @@ def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
 def advantage_inputs(
     batch: TokenBatch, rewards: RewardBatch, *, clip: tuple[float, float] | None = None
 ) -> AdvantageInputs:
-    """The argument of an estimator. Args: batch: scored. rewards: of the step. clip: bounds of the total."""
+    """The argument of an estimator. Args: batch: scored. rewards: of the step. clip: bounds of the total.
+
+    What the environment gave at single tokens is taken from the total, which has it, and is in token_rewards.
+    """
     total = torch.from_numpy(rewards.total)
+    total = total if clip is None else total.clamp(*clip)
+    trajectory, token_rewards = batch.trajectory, batch.token_rewards
+    if (given := batch.episode_rewards) is not None:
+        total = total - segment_sum(given.double(), trajectory, len(total))
+        token_rewards = given if token_rewards is None else token_rewards + given
     return AdvantageInputs(
-        rewards=total if clip is None else total.clamp(*clip),
+        rewards=total,
         group_of=batch.group_of,
-        trajectory=batch.trajectory,
+        trajectory=trajectory,
         mask=batch.mask,
+        turn=turn_index(batch.versions >= 0, batch.sequence, trajectory),
         table={name: torch.from_numpy(values) for name, values in rewards.table.items()},
         reward_weights=rewards.weights,
-        token_rewards=batch.token_rewards,
+        token_rewards=token_rewards,
         values=batch.values,
         greedy_rewards=None if rewards.greedy is None else torch.from_numpy(rewards.greedy),
     )

@@ -26,10 +26,10 @@ def check_teacher(cluster: RLCluster, column: str, loss: object) -> None:
     if column != "divergence":
         return
     own, teacher = cluster.actor, cluster.worker(Role.TEACHER)
-    if not own.support.plain:
+    if not own.processors.plain:
         raise ConfigError(
             f"algo.policy_loss_fn={loss!r} needs the full distribution of teacher and policy; turn off top_k, top_p, "
-            "min_p, penalties, forbidden tokens and the constraint, or set rollout.logprob_support=full"
+            "min_p, penalties, forbidden tokens and the constraint, or set rollout.logprobs_mode=full"
         )
     if own.loaded.packable != teacher.loaded.packable:
         padded = own.loaded if teacher.loaded.packable else teacher.loaded
@@ -52,7 +52,7 @@ def divergence_from(cluster: RLCluster, gkd_beta: float) -> Divergence:
 
 
 def with_teacher(cluster: RLCluster, batch: TokenBatch, column: str) -> TokenBatch:
-    """The batch with the column `teacher_logprobs`, under the rollout's support, if the loss declares it.
+    """The batch with the column `teacher_logprobs`, under the rollout's distribution, if the loss declares it.
 
     Raises: DataError: the teacher does not have a token.
     """

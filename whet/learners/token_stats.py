@@ -73,7 +73,8 @@ class TokenStatsRecorder:
         if folder is None or not every or index % every or self._is_full:
             return False
         limit = self.config.token_stats_max_mb
-        self._is_full = self.all_gather(_megabytes(Path(folder) / "completions") >= limit)[0]  # as rank 0 sees it
+        size = sum(path.stat().st_size for path in (Path(folder) / "completions").glob("*.parquet"))
+        self._is_full = self.all_gather(size / 1e6 >= limit)[0]  # as rank 0 sees it
         if self._is_full:
             log.warning(
                 "the completions of the run take %g MB, so values of single tokens are no longer stored; "
@@ -81,8 +82,3 @@ class TokenStatsRecorder:
                 limit,
             )
         return not self._is_full
-
-
-def _megabytes(folder: Path) -> float:
-    """The size of the files in a folder."""
-    return sum(path.stat().st_size for path in folder.glob("*.parquet")) / 1e6

@@ -182,15 +182,12 @@ class SegmentLayout(Layout):
             capped = softcap is not None or sinks is not None
             reason = "scores have caps or sinks" if capped else segments_unsupported_reason(q, k, v)
             if reason is None:
-                return attend_segments(q, k, v, self._table(q.shape[1] // k.shape[1]), scale=scale, window=window)
+                group = q.shape[1] // k.shape[1]  # query heads per KV head
+                if group not in self._tables:
+                    self._tables[group] = SegmentTables(self.lengths, self.parents, group)
+                return attend_segments(q, k, v, self._tables[group], scale=scale, window=window)
             log_fallback("attention of training", reason)
         return self.bucket_row.attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
-
-    def _table(self, group: int) -> SegmentTables:
-        """The tables of the native kernels. Args: group: query heads per KV head."""
-        if group not in self._tables:
-            self._tables[group] = SegmentTables(self.lengths, self.parents, group)
-        return self._tables[group]
 
     def _use_flex(
         self,

@@ -95,10 +95,15 @@ class BucketRow:
         out = []
         for bucket, *qkv in zip(self.buckets, queries, keys, values):
             qb, kb, vb = (x.unflatten(0, (bucket.count, -1)).transpose(1, 2) for x in qkv)  # [m heads n or K D]
-            if softcap is None and sinks is None:
-                o = _attend_by_operator(qb, kb, vb, bucket, scale, window)
-            else:
+            if softcap is not None or sinks is not None:
                 o = _attend_with_scores(qb, kb, vb, bucket, scale, window, softcap, sinks)
+            elif bucket.is_causal(window):
+                several = qb.shape[1] != kb.shape[1]  # query heads per KV head
+                o = F.scaled_dot_product_attention(
+                    qb, kb, vb, is_causal=bucket.own > 1, scale=scale, enable_gqa=several
+                )
+            else:
+                o = masked_attention(qb, kb, vb, bucket.mask(window, qb, qb.dtype), scale=scale)
             out.append(o.transpose(1, 2).flatten(0, 1))
         rows = out[0] if len(out) == 1 else torch.cat(out)
         rows = rows if self._back is None else rows.index_select(0, self._back)
@@ -221,14 +226,6 @@ def _gather(x: Tensor, index: Tensor | None) -> Tensor:
     """[1 H T D] -> [tokens H D]. index_select's backward is deterministic with several threads; x[index]'s isn't."""
     rows = x[0].transpose(0, 1)
     return rows if index is None else rows.index_select(0, index)
-
-
-def _attend_by_operator(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scale: float, window: int | None) -> Tensor:
-    """Attention of one bucket by torch's operator, without a mask if the causal flag is enough."""
-    if bucket.is_causal(window):
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=bucket.own > 1, scale=scale, enable_gqa=grouped)
-    return masked_attention(q, k, v, bucket.mask(window, q, q.dtype), scale=scale)
 
 
 def _attend_with_scores(

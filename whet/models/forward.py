@@ -22,10 +22,10 @@ from whet.models.linear_divergence import HeadStates, linear_divergence
 from whet.models.linear_logprob import CHUNK_BYTES, linear_stats
 from whet.models.matmul import row_chunks
 from whet.models.projection import Projection
+from whet.ops.logits_processors import LogitsProcessors, process_logits
 from whet.ops.logprobs import entropy as entropy_of
 from whet.ops.logprobs import is_likeliest, log_sum_sq_probs, selective_log_softmax
 from whet.ops.masked import to_fp32
-from whet.ops.support import Support, support_logits
 from whet.packing.micro_batch import MicroBatch
 from whet.types import TokenStats
 from whet.util.transfer import to_device
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TeacherTarget", "head_states", "model_stats", "token_stats"]
 
-PLAIN = Support()
+PLAIN = LogitsProcessors()
 MAX_KEPT_BYTES = 16_000_000
 """Full logits up to this size are kept for the backward pass; autograd keeps several copies of them."""
 TeacherTarget = tuple[HeadStates, float]
@@ -46,7 +46,7 @@ def token_stats(
     loaded: LoadedModel,
     micro: MicroBatch,
     *,
-    support: Support = PLAIN,
+    processors: LogitsProcessors = PLAIN,
     entropy: bool = False,
     constants: Collection[str] = (),
     allowed: Tensor | None = None,
@@ -55,23 +55,23 @@ def token_stats(
 ) -> TokenStats:
     """Runs a model, and computes the statistics of each target of a micro-batch.
 
-    An LM head gives log π(aₜ | s, a₍<t₎) under the sampler's distribution (`support`), and its entropy. A score head
+    An LM head gives log π(aₜ | s, a₍<t₎) under the sampler's distribution (`processors`), and its entropy. A score head
     gives V of the state before aₜ. Greedy decoding (temperature 0) is scored at temperature 1.
 
     Args:
         loaded: the model; of a view the caller enters `use_view`.
         micro: the micro-batch; it has a layout if the model is packable, and is padded if not.
-        support: the sampler's distribution.
+        processors: make the sampler's distribution.
         entropy: compute the entropies too.
         constants: compute these of types.loss.CONSTANTS too; they have no gradient.
-        allowed: uint8 [s, W], one bit for each token that a constraint allows (see support_logits); None = no
+        allowed: uint8 [s, W], one bit for each token that a constraint allows (see process_logits); None = no
             constraint.
         outputs: "logprobs", "values" and "scores", as needed; None = all that the heads compute.
         teacher: compute the divergence from this teacher's distribution too; its states are of the same micro-batch.
     Returns: TokenStats of [s] tensors with a gradient, in fp32 or float64: logprobs, entropy and divergence, and the
         values of a score head. With a micro-batch that was planned with at_end, also its scores [n].
     Raises: ConfigError: a packed micro-batch for a model that is not packable; an output without its head; a divergence
-        under a support that is more than a temperature.
+        under processors that are more than a temperature.
 
     Example: `[token_stats(loaded, m) for m in plan_micro_batches(batch, max_tokens=4096, packable=loaded.packable)]`.
     """
@@ -85,7 +85,7 @@ def token_stats(
         micro,
         head=loaded.lm_head if "logprobs" in outputs else Head("none"),
         score_head=loaded.score_head if {"values", "scores"} & set(outputs) else None,
-        support=support,
+        processors=processors,
         entropy=entropy,
         constants=constants,
         allowed=allowed,
@@ -132,7 +132,7 @@ def model_stats(
     *,
     head: Head,
     score_head: nn.Linear | None = None,
-    support: Support = PLAIN,
+    processors: LogitsProcessors = PLAIN,
     entropy: bool = False,
     constants: Collection[str] = (),
     allowed: Tensor | None = None,
@@ -159,11 +159,13 @@ def model_stats(
         raise ConfigError("scores come from a score head; load the model with role='critic'")
     if head.kind == "none":
         return TokenStats(values=values, scores=scores)
-    if teacher is not None and not support.plain:
-        raise ConfigError(f"a divergence compares full distributions, which may have a temperature only; got {support}")
-    if hidden is not None and head.linear and support.plain:
+    if teacher is not None and not processors.plain:
+        raise ConfigError(
+            f"a divergence compares full distributions, which may have a temperature only; got {processors}"
+        )
+    if hidden is not None and head.linear and processors.plain:
         # a distribution with a temperature only: without storing all logits
-        states = _linear_head_states(module, head, hidden, support.temperature or 1.0)
+        states = _linear_head_states(module, head, hidden, processors.temperature or 1.0)
         stats = linear_stats(
             states.hidden,
             states.weight,
@@ -184,7 +186,7 @@ def model_stats(
     else:
         rows = module(**_inputs(micro)).logits.flatten(0, 1).index_select(0, micro.hidden_index)
         vocab, logits = rows.shape[1], lambda s: to_fp32(rows[s])
-    stats = _full_logits_stats(logits, micro, vocab, support, entropy, constants, allowed)
+    stats = _full_logits_stats(logits, micro, vocab, processors, entropy, constants, allowed)
     return dataclasses.replace(stats, values=values, scores=scores)
 
 
@@ -209,14 +211,14 @@ def _full_logits_stats(
     logits: Callable[[slice], Tensor],
     micro: MicroBatch,
     vocab: int,
-    support: Support,
+    processors: LogitsProcessors,
     entropy: bool,
     constants: Collection[str],
     allowed: Tensor | None,
 ) -> TokenStats:
     """Statistics from full logits, in chunks of rows; several chunks are computed again in the backward pass."""
-    first_places, places = _first_places(micro, vocab) if support.penalises else (None, None)
-    position = _turn_positions(micro) if support.min_tokens else micro.position
+    first_places, places = _first_places(micro, vocab) if processors.penalises else (None, None)
+    position = _turn_positions(micro) if processors.min_tokens else micro.position
 
     def chunk_stats(s: slice) -> tuple[Tensor | None, ...]:
         seen = None
@@ -224,7 +226,7 @@ def _full_logits_stats(
             seen = first_places.index_select(0, micro.sequence[s]) < places[s, None]
         targets = micro.targets[s]
         bits = None if allowed is None else to_device([allowed[s]], targets.device)[0]
-        z = support_logits(logits(s), support, seen=seen, position=position[s], keep=targets, allowed=bits)
+        z = process_logits(logits(s), processors, seen=seen, position=position[s], keep=targets, allowed=bits)
         correct = is_likeliest(z, targets) if "correct" in constants else None
         log_sum = log_sum_sq_probs(z.detach()) if "log_sum_sq_probs" in constants else None
         mean = to_fp32(z.detach()).mean(-1) if "mean_logits" in constants else None

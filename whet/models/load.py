@@ -96,8 +96,16 @@ def load_model(
     """
     if is_prompt_tuned(model):
         return _load_prompt_tuned(model, device=device, role=role)
-    device, dtype = check_device(device), _dtype(dtype)
-    _check_choices(role, attention, device)
+    for key, value, choices in (("role", role, ROLES), ("attention", attention, KERNELS)):
+        if value not in choices:
+            raise lookup_error(key, value, choices)
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise lookup_error("dtype", dtype, DTYPES)
+        dtype = DTYPES[dtype]
+    device = check_device(device)
+    if attention == "flex" and device.type != "cuda":
+        raise ConfigError(f"attention=flex needs a CUDA device, got {device}; set attention=auto")
     saved = _find_saved_adapter(model, lora, role)
     if lora is not None and not isinstance(model, nn.Module):
         check_lora(str(model), lora, trust_remote_code)
@@ -195,30 +203,24 @@ def _prepare_module(
         raise ConfigError(f"{role}.quantization can't be applied to a module in memory; give a folder or a hub name")
     bits = None if quantization is None else quantization_config(quantization, device)
     reader = partial(read_model, dtype=dtype, role=role, bits=bits, device=device, trust_remote_code=trust_remote_code)
-    read = _read_module(model, role, reader)
+    if isinstance(model, SavedAdapter):
+        read = _read_adapter_base(model, role, reader)
+    elif not isinstance(model, nn.Module):
+        read = reader(str(model))
+    elif isinstance(model, PreTrainedModel):
+        name = model.name_or_path or type(model).__name__
+        check_config(model.config, name)
+        read = PretrainedModule(model, None, model.dtype, name)
+    else:
+        raise ConfigError(
+            f"{type(model).__name__} is not a transformers model; give a PreTrainedModel, a folder or a name"
+        )
     module = (read.module if bits is not None else read.module.to(device)).train()  # pyright: ignore[reportArgumentType]
     if module.config._attn_implementation == ATTENTION:  # a module that was loaded before
         module.set_attn_implementation("eager")
     _disable_dropout(module, read.name)
     _check_finite(module, read.name)
     return read._replace(module=module)
-
-
-def _read_module(
-    model: str | Path | nn.Module | SavedAdapter, role: str, reader: Callable[[str], PretrainedModule]
-) -> PretrainedModule:
-    """Reads a module, or checks the module that was passed in. Args: reader: read_model with its options."""
-    if isinstance(model, SavedAdapter):
-        return _read_adapter_base(model, role, reader)
-    if not isinstance(model, nn.Module):
-        return reader(str(model))
-    if not isinstance(model, PreTrainedModel):
-        raise ConfigError(
-            f"{type(model).__name__} is not a transformers model; give a PreTrainedModel, a folder or a name"
-        )
-    name = model.name_or_path or type(model).__name__
-    check_config(model.config, name)
-    return PretrainedModule(model, None, model.dtype, name)
 
 
 def _read_adapter_base(saved: SavedAdapter, role: str, reader: Callable[[str], PretrainedModule]) -> PretrainedModule:
@@ -272,15 +274,6 @@ def check_device(device: torch.device | str) -> torch.device:
             f"device {str(device)!r} can't be used here: {format_exception(error, 200)}; give cpu, cuda, cuda:1 ..."
         ) from error
     return torch_device
-
-
-def _check_choices(role: str, attention: str, device: torch.device) -> None:
-    """Raises ConfigError for an unknown role or attention, and for flex on another device than CUDA."""
-    for key, value, choices in (("role", role, ROLES), ("attention", attention, KERNELS)):
-        if value not in choices:
-            raise lookup_error(key, value, choices)
-    if attention == "flex" and device.type != "cuda":
-        raise ConfigError(f"attention=flex needs a CUDA device, got {device}; set attention=auto")
 
 
 def save_model(
@@ -337,15 +330,6 @@ def _cast_for_saving(module: PreTrainedModel, dtype: torch.dtype | None) -> Iter
         module.config.dtype = config_dtype  # save_pretrained changes it to the dtype of the parameters
         for p, data in originals:
             p.data = data
-
-
-def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """The torch dtype with this name."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in DTYPES:
-        raise lookup_error("dtype", dtype, DTYPES)
-    return DTYPES[dtype]
 
 
 def _disable_dropout(module: nn.Module, name: str) -> None:

@@ -131,7 +131,8 @@ def read_model(
     shared = not scores and "whet_shared_score_head" in vars(config)
     head = None
     if replaced:
-        head = _head_name(module)
+        lm_head: Any = module.get_output_embeddings()
+        head = next(f"{name}.weight" for name, part in module.named_modules() if part is lm_head)
     elif shared:
         head = "score.weight"
     _check_weights(module, info, path, head)
@@ -298,12 +299,6 @@ def _check_weights(module: PreTrainedModel, info: Mapping[str, Iterable[Any]], p
 def _join_names(names: list[str]) -> str:
     """The first few names, for a message."""
     return ", ".join(names[:MAX_NAMES_SHOWN]) + (" ..." if len(names) > MAX_NAMES_SHOWN else "")
-
-
-def _head_name(module: PreTrainedModel) -> str:
-    """The name of the output layer's weight."""
-    head: nn.Module | None = module.get_output_embeddings()
-    return next(f"{name}.weight" for name, part in module.named_modules() if part is head)
 
 
 def _read_score_head(path: str, name: str, width: int) -> Tensor:

@@ -52,17 +52,17 @@ def read_environment(run_dir: str | Path | None) -> dict[str, Any]:
     if path is None or not path.is_file():
         return {}
     try:
-        found = read_json(path)
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds a {type(found).__name__}, not names and values")
+        environment = read_json(path)
+        if not isinstance(environment, dict):
+            raise ValueError(f"it holds a {type(environment).__name__}, not names and values")
     except (OSError, ValueError) as error:
         log.warning("%s can't be read and is ignored: %s", path, error)
         return {}
-    threads = found.get("threads", 1)
+    threads = environment.get("threads", 1)
     if type(threads) is not int or threads < 1:
         log.warning("%s: %.40r is not a number of threads and is ignored", path, threads)
-        del found["threads"]
-    return found
+        del environment["threads"]
+    return environment
 
 
 def trained_dtype(model: str | Path) -> str | None:
@@ -95,11 +95,11 @@ def _version(name: str) -> str | None:
 
 
 def _versions() -> dict[str, str | None]:
-    found = {name: _version(name) for name in _PACKAGES}
+    versions = {name: _version(name) for name in _PACKAGES}
     torch = sys.modules.get("torch")
     if torch is not None:  # its own version names the build too ("+cu130")
-        found["torch"] = torch.__version__
-    return found
+        versions["torch"] = torch.__version__
+    return versions
 
 
 def _torch() -> dict[str, Any]:

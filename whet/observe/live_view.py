@@ -74,10 +74,10 @@ class LiveView(Progress):
         """Shows one more step. Args: as of Progress.update; the metrics come from `row`."""
         peak = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES)
         known = {"peak memory": peak, **(row or {})}
-        found = [(self.metric, value)]
+        shown_metrics = [(self.metric, value)]
         for name, metrics in CELLS:
-            found += [(name, known[m]) for m in metrics if m in known][:1]
-        for name, number in found:
+            shown_metrics += [(name, known[m]) for m in metrics if m in known][:1]
+        for name, number in shown_metrics:
             self._series.setdefault(name, []).append(number)
         self._step = step
 

@@ -72,9 +72,9 @@ def metric_series(rows: Sequence[Mapping[str, Any]], names: Sequence[str], mode:
     for name in names:
         pairs: list[tuple[Any, float | None]]
         pairs = [(r.get("step"), finite_or_none(r.get(name))) for r in rows if r.get("mode") == mode]
-        found = [(step, value) for step, value in pairs if finite_or_none(step) is not None and value is not None]
-        if found:
-            return [s for s, _ in found], [v for _, v in found]
+        points = [(step, value) for step, value in pairs if finite_or_none(step) is not None and value is not None]
+        if points:
+            return [s for s, _ in points], [v for _, v in points]
     return [], []
 
 

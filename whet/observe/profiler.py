@@ -113,9 +113,9 @@ class StepProfiler:
 
     def _write(self, number: int, profiler: Any, seconds: float, device: str) -> None:
         """Logs the table, and writes table and timeline. A file that can't be written is only a warning."""
-        found = operation_costs(profiler.events())
+        costs = operation_costs(profiler.events())
         head = f"profile of step {number}: {seconds:.2f} s with the profiler's own cost, on {device}"
-        log.info("%s\n%s", head, cost_table(found, rows=4))
+        log.info("%s\n%s", head, cost_table(costs, rows=4))
         if self.folder is None:
             log.warning("the profile of step %d was not written: neither run_dir nor log_dir is set", number)
             return
@@ -123,7 +123,7 @@ class StepProfiler:
         half = temporary_path(self.folder / f"{name}.json.gz")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.folder / f"{name}.txt", f"{head}\n\n{cost_table(found)}\n".encode())
+            write_atomic(self.folder / f"{name}.txt", f"{head}\n\n{cost_table(costs)}\n".encode())
             create_file(half).close()  # a new file for torch to write to: no link is followed
             profiler.export_chrome_trace(str(half))
             _check_complete(half)
@@ -213,14 +213,14 @@ def operation_costs(events: Iterable[Any]) -> list[OperationCost]:
         total[2] += e.self_device_time_total / 1e6
     for phase in {name.partition(": ")[0] for name in sums if ": " in name} & sums.keys():
         sums[f"{phase}: {_REST}"] = sums.pop(phase)
-    found = [
+    costs = [
         OperationCost(phase=phase, name=name, calls=int(calls), cpu_s=cpu_s, device_s=device_s)
         for phase, named in sums.items()
         for name, (calls, cpu_s, device_s) in named.items()
     ]
     parts_in_order = ["", _REST, *_PARTS.values()]
     place = lambda phase, _, part: (order.get(phase, len(order)), parts_in_order.index(part))
-    return sorted(found, key=lambda c: (place(*c.phase.partition(": ")), -c.device_s, -c.cpu_s, c.name))
+    return sorted(costs, key=lambda c: (place(*c.phase.partition(": ")), -c.device_s, -c.cpu_s, c.name))
 
 
 def _part(event: Any, known: dict[int, str]) -> str:
@@ -238,10 +238,10 @@ def _part(event: Any, known: dict[int, str]) -> str:
     return part
 
 
-def cost_table(found: Iterable[OperationCost], rows: int = 10) -> str:
+def cost_table(costs: Iterable[OperationCost], rows: int = 10) -> str:
     """A table of costs: phases in order, the most expensive operations of each.
 
-    Args: found: from `operation_costs`. rows: operations shown for each phase; the others are one line.
+    Args: costs: from `operation_costs`. rows: operations shown for each phase; the others are one line.
 
     >>> print(cost_table([OperationCost(phase="rollout", name="mm", calls=3, cpu_s=0.75, device_s=0.0),
     ...              OperationCost(phase="other", name="(Python, waiting)", calls=1, cpu_s=0.25, device_s=0.0)]))
@@ -251,10 +251,10 @@ def cost_table(found: Iterable[OperationCost], rows: int = 10) -> str:
     other                                                 1      250.0   25.0 %
       (Python, waiting)                                   1      250.0   25.0 %
     """
-    found = list(found)
-    device = any(c.device_s for c in found)
+    costs = list(costs)
+    device = any(c.device_s for c in costs)
     spent = lambda cs: (sum(c.calls for c in cs), sum(c.device_s for c in cs), sum(c.cpu_s for c in cs))
-    _, device_s, cpu_s = spent(found)
+    _, device_s, cpu_s = spent(costs)
     whole = (device_s if device else cpu_s) or 1.0
 
     def line(name: str, cs: list[OperationCost]) -> str:
@@ -264,8 +264,8 @@ def cost_table(found: Iterable[OperationCost], rows: int = 10) -> str:
 
     title = f"{'GPU ms':>11}{'CPU ms':>11}" if device else f"{'self ms':>11}"
     lines = [f"{'phase, operation':<46}{'calls':>9}{title}{'share':>9}"]
-    for phase in dict.fromkeys(c.phase for c in found):
-        cs = [c for c in found if c.phase == phase]
+    for phase in dict.fromkeys(c.phase for c in costs):
+        cs = [c for c in costs if c.phase == phase]
         lines.append(line(phase, cs))
         lines += [line(f"  {c.name}", [c]) for c in cs[:rows]]
         if cs[rows:]:

@@ -26,6 +26,8 @@ from whet.ops.advantages import (
     remax_advantages,
     rloo_advantages,
     scalerl_advantages,
+    turn_index,
+    turn_rloo_advantages,
     whiten_trained,
     with_greedy_rewards,
 )
@@ -42,6 +44,7 @@ from whet.ops.corrections import (
 from whet.ops.counter_rng import hash_rng_key, keep_mask, uniform
 from whet.ops.divergence import check_beta, generalized_jsd, log_mixture
 from whet.ops.kl import KL_MODES, adapted_beta, kl_divergence, kl_rewards, reference_kl, sequence_mean_kl
+from whet.ops.logits_processors import LogitsProcessors, allowed_tokens, draw, greedy, process_logits
 from whet.ops.logprobs import entropy, is_likeliest, log_sum_sq_probs, selective_log_softmax
 from whet.ops.loss_aggregation import LOSS_AGG_MODES, aggregate, token_weights, unit_weights
 from whet.ops.masked import (
@@ -78,7 +81,6 @@ from whet.ops.policy_losses import (
 from whet.ops.policy_objective import PolicyObjective
 from whet.ops.sft_losses import SFT_LOSSES, dynamic_fine_tuning
 from whet.ops.shapes import check_shapes
-from whet.ops.support import Support, allowed_tokens, draw, greedy, support_logits
 from whet.ops.token_masks import (
     TOKEN_MASKS,
     binary_kl_mask,
@@ -103,9 +105,9 @@ __all__ = [
     "VALUE_LOSSES",
     "AdvantageInputs",
     "GroupedRewards",
+    "LogitsProcessors",
     "LossInputs",
     "PolicyObjective",
-    "Support",
     "adapted_beta",
     "advantages_and_returns",
     "aggregate",
@@ -159,6 +161,7 @@ __all__ = [
     "off_policy_mask",
     "opo_advantages",
     "pass_at_k_advantages",
+    "process_logits",
     "reference_kl",
     "reinforce",
     "reinforce_advantages",
@@ -178,11 +181,12 @@ __all__ = [
     "segment_sum",
     "selective_log_softmax",
     "sequence_mean_kl",
-    "support_logits",
     "teacher_column",
     "to_fp32",
     "token_weights",
     "total_variation_mask",
+    "turn_index",
+    "turn_rloo_advantages",
     "uniform",
     "unit_weights",
     "vespo",

@@ -214,7 +214,7 @@ def sampling_metrics(x: LossInputs, *, recorded: bool = True) -> dict[str, Tenso
         x: needs sampler_logprobs; at one that is NaN there is no difference, which a mean over tokens should leave out.
         recorded: False = the engine reports no logprobs: the policy at the start of the step stands for the sampler,
             and the first metric, which would say nothing, is left out.
-    Returns: [s] each, without gradient, 0 where masked out; exponents held in ±20.
+    Returns: [s] each, without gradient, 0 where masked out; exponents clamped to ±20.
     Source: the first is TRL's; the others are TorchRL's kl_approx, kl_to_inference and ESS over only the trained
         tokens: TorchRL divides the first two by all positions, prompt and padding included.
 
@@ -228,13 +228,13 @@ def sampling_metrics(x: LossInputs, *, recorded: bool = True) -> dict[str, Tenso
     known = x.mask & ~sampler.isnan()
     gap = masked_column(x.logprobs.detach(), known) - masked_column(sampler, known)
     weight = torch.where(x.mask, gap.clamp(-20.0, 20.0).exp(), 0.0)
-    found = {
+    metrics = {
         "sampling/kl_approx": -gap,
         "sampling/kl_to_inference": kl_divergence(gap, torch.zeros_like(gap), mode="k3"),
         "sampling/weight": weight,
         "sampling/weight_squared": weight.square(),
     }
-    return {**found, "sampling/sampling_logp_difference": gap.abs()} if recorded else found
+    return {**metrics, "sampling/sampling_logp_difference": gap.abs()} if recorded else metrics
 
 
 def weight_metrics(

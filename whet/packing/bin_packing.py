@@ -205,10 +205,10 @@ def balance_bins(fit: Callable[[int], list[list[T]]], cost: Callable[[list[T]], 
     low, high = 0, max(cost(b) for b in best)
     for _ in range(BISECTION_STEPS if len(best) > 1 else 0):
         middle = (low + high) // 2
-        found = fit(middle)
-        highest = max(cost(b) for b in found)
-        if len(found) <= len(best) and highest < high:
-            best, high = found, highest
+        bins = fit(middle)
+        highest = max(cost(b) for b in bins)
+        if len(bins) <= len(best) and highest < high:
+            best, high = bins, highest
         else:
             low = middle + 1
     return sorted(best, key=cost, reverse=True)

@@ -86,9 +86,9 @@ class MicroBatch:
         """The same on a device, by one copy for which the host does not wait."""
         if torch.device(device).type == "cpu":
             return self
-        found: list[Tensor] = []
-        self._map_tensors(lambda x: (found.append(x), x)[1])
-        moved = iter(to_device(found, device))
+        tensors: list[Tensor] = []
+        self._map_tensors(lambda x: (tensors.append(x), x)[1])
+        moved = iter(to_device(tensors, device))
         return dataclasses.replace(self._map_tensors(lambda x: next(moved)), host=self.on_host)
 
     def _map_tensors(self, fn: Callable[[Tensor], Tensor]) -> MicroBatch:

@@ -205,10 +205,10 @@ def _units_with_shared_prefixes(blocks: Sequence[Sequence[int]], unit_of: Sequen
     for i, u in enumerate(unit_of):
         units.setdefault(u, []).append(i)
         home[find(block_of[i])] = find(block_of[units[u][0]])
-    found: dict[int, list[list[int]]] = {}
+    units_of_prefix: dict[int, list[list[int]]] = {}
     for ids in units.values():
-        found.setdefault(find(block_of[ids[0]]), []).append(ids)
-    return list(found.values())
+        units_of_prefix.setdefault(find(block_of[ids[0]]), []).append(ids)
+    return list(units_of_prefix.values())
 
 
 def _as_one_item(work: _Work, ids: Sequence[int]) -> PackItem:

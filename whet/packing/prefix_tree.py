@@ -161,7 +161,7 @@ def prefix_trees(runs: Sequence[np.ndarray], prefix_of: np.ndarray, prefix_lengt
     separate[first] += prefix_lengths[order][first]
     inside = np.bincount(first + 1, minlength=n + 2) - np.bincount(last + 1, minlength=n + 2)
     forks = np.where(inside.cumsum()[: n + 1] > 0, never, shared)  # a group stays in one tree
-    found, todo = [], [(0, n)] if n else []
+    trees, todo = [], [(0, n)] if n else []
     while todo:
         a, b = todo.pop()
         inner = forks[a + 1 : b]
@@ -170,11 +170,11 @@ def prefix_trees(runs: Sequence[np.ndarray], prefix_of: np.ndarray, prefix_lengt
         saved = before - int(lengths[a:b].sum() - shared[a + 1 : b].sum())
         if least >= MIN_SHARED and saved >= max(MIN_SHARED, MIN_SAVED_SHARE * before):
             edges = np.concatenate([[0], shared[a + 1 : b], [0]])
-            found.append(PrefixTree(sequences=order[a:b], lengths=lengths[a:b], shared=edges, targets=own[a:b] + 1))
+            trees.append(PrefixTree(sequences=order[a:b], lengths=lengths[a:b], shared=edges, targets=own[a:b] + 1))
         elif least < never:
             cuts = (a + 1 + np.flatnonzero(inner <= max(least, MIN_SHARED - 1))).tolist()
             todo += itertools.pairwise([a, *cuts, b])
-    return found
+    return trees
 
 
 def _sorted(runs: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

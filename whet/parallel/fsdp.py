@@ -6,8 +6,9 @@
     forward passes                    every rank makes the same list; of n data ranks each runs every n-th pass of it
     tokens of a pass                  with context parallelism, several ranks run a pass together, each on some tokens
     gradients                         are whole until the last pass, in which they are added over the ranks and become
-                                      shards. They are never averaged: the token weights were computed from the whole
-                                      batch, so nothing else divides
+                                      shards; with sync_each_pass they do so in every pass, one layer at a time. They
+                                      are never averaged: the token weights were computed from the whole batch, so
+                                      nothing else divides
     collectives                       of a pass: one gather of each layer forward and one backward; of an update: one
                                       reduce-scatter of each layer. None is of a token or of one parameter
     rollout                           every rank has the whole model while it samples
@@ -53,7 +54,8 @@ CALL = "whet_call"
 class FSDPPlacement(Placement):
     """A model sharded over processes.
 
-    Args: mesh: their grid. ranks: the same processes, for what they agree on.
+    Args: mesh: their grid. ranks: the same processes, for what they agree on. sync_each_pass: add gradients over the
+        ranks in every pass, so that no rank has the whole gradient between passes.
     Raises: ConfigError: a dtype other than float32 and bfloat16.
 
     Example: `ModelWorker(loaded, optim=OptimConfig(), placement=FSDPPlacement(make_mesh("cpu", 2, 1, 1), ranks))`.
@@ -62,9 +64,9 @@ class FSDPPlacement(Placement):
     fast_layers = False
     repeats_passes = False
 
-    def __init__(self, mesh: ProcessMesh, ranks: Ranks) -> None:
+    def __init__(self, mesh: ProcessMesh, ranks: Ranks, *, sync_each_pass: bool = False) -> None:
         super().__init__()
-        self.mesh, self.ranks = mesh, ranks
+        self.mesh, self.ranks, self.sync_each_pass = mesh, ranks, sync_each_pass
         self._whole = False
         """Whether this rank has the whole model now, so that it runs passes without the others."""
 
@@ -192,7 +194,7 @@ class FSDPPlacement(Placement):
     def set_gradient_sync(self, last: bool) -> None:
         """See Placement."""
         for part in _parts(self.module):
-            part.set_requires_gradient_sync(last, recurse=False)
+            part.set_requires_gradient_sync(last or self.sync_each_pass, recurse=False)
 
     def gather_columns(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See Placement."""

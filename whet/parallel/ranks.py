@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from whet.errors import ConfigError, WhetError, format_exception
+from whet.errors import ConfigError, RolloutStopped, WhetError, format_exception
 
 __all__ = ["ProcessRanks", "Ranks", "is_connection_lost"]
 
@@ -135,27 +135,28 @@ class Ranks:
 
         Raises:
             WhetError: it failed on another rank. On the rank where it failed, its own error. All ranks raise, so none
-                waits for another.
+                waits for another. RolloutStopped: it was given up on one rank.
 
         >>> Ranks().scatter_gather(sum, [1, 2, 3])
         [6]
         """
         count = len(items)
         own = [items[i] for i in range(count * self.rank // self.size, count * (self.rank + 1) // self.size)]
-        failure: Exception | None = None
+        failure: BaseException | None = None
         results: list[Result] = []
         try:
             results = [fn(own)] if own or (self.rank == 0 and not items) else []
-        except Exception as error:  # the other ranks must learn of any error
+        except (Exception, RolloutStopped) as error:  # the other ranks must learn of any error
             failure = error
-        gathered = self.all_gather((results, None if failure is None else format_exception(failure)))
+        is_stopped = isinstance(failure, RolloutStopped)
+        gathered = self.all_gather((results, None if failure is None else format_exception(failure), is_stopped))
         if failure is not None:
             raise failure
-        for rank, (_, error) in enumerate(gathered):
+        for rank, (_, error, stopped) in enumerate(gathered):
             if error is not None:
-                raise WhetError(f"rank {rank} of {self.size} failed: {error}")
-        gathered[self.rank] = (results, None)  # its own objects, not copies of them
-        return [result for results, _ in gathered for result in results]
+                raise (RolloutStopped if stopped else WhetError)(f"rank {rank} of {self.size} failed: {error}")
+        gathered[self.rank] = (results, None, False)  # its own objects, not copies of them
+        return [result for results, *_ in gathered for result in results]
 
 
 class ProcessRanks(Ranks):

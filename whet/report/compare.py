@@ -120,11 +120,6 @@ def _spread(group: Sequence[dict[str, Any]], name: str, last: int) -> Spread | N
 
 def _differences(trees: Sequence[dict[str, Any]], ignored: Sequence[str]) -> dict[str, list[str]]:
     names = dict.fromkeys(name for tree in trees for name in tree if name.partition(".")[0] not in ignored)
-    rows = {
-        name: [_text(tree[name]) if name in tree else "-" for tree in trees] for name in names if name not in ignored
-    }
+    text = lambda value: value if isinstance(value, str) else repr(value)
+    rows = {name: [text(tree.get(name, "-")) for tree in trees] for name in names if name not in ignored}
     return {name: cells for name, cells in rows.items() if len(set(cells)) > 1}
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else repr(value)

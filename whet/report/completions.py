@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 from whet.storage.completions import read_completions
 
-__all__ = ["TokenTexts", "chunk", "load_token_texts"]
+__all__ = ["TokenTexts", "chunk", "load_token_texts", "split_chunk"]
 
 SCALE = 100
 """Logprobs (without their sign), entropies and the logarithms of ratios are written as whole hundredths of a nat."""
+INLINE_CHARACTERS, LEAST_CHARACTERS, PART_CHARACTERS = 4_000_000, 2_000, 400_000
+"""Of the texts of a step: about how many come with it, at least how many of each text, and how many in a later part."""
+_OF_TOKENS = ("len", "lp", "ratio", "ent", "adv", "vs")
+"""Keys of an item whose lists have an entry for each token."""
 _TOKENIZERS = ("final", "checkpoints/*/actor", "start")
 """Where a run folder may hold tokenizer.json."""
 
@@ -102,6 +107,63 @@ def chunk(path: Path, token_texts: TokenTexts | None) -> dict[str, Any]:
             item |= _tokens(columns, i, token_texts, item["text"])
         groups[-1]["items"].append(item)
     return {"functions": functions, "groups": groups}
+
+
+def split_chunk(found: dict[str, Any], inline: int = INLINE_CHARACTERS) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Takes the ends of long texts out of a `chunk`, so that the page loads them when they are looked at.
+
+    Args: found: is changed. inline: about how many characters of all texts stay.
+    Returns: the chunk, and its parts: each continues the text, the tokens and their lists of one item. The item has the
+        numbers of its parts as `rest` = [first, end], and `size`, the UTF-16 units of its whole text.
+
+    >>> items = [{"text": "a" * 5000}, {"text": "b"}]
+    >>> short, parts = split_chunk({"groups": [{"items": items}]}, inline=6000)
+    >>> [(len(i["text"]), i.get("rest")) for i in items], [len(part["text"]) for part in parts]
+    ([(3000, [0, 1]), (1, None)], [2000])
+    """
+    items = [item for group in found["groups"] for item in group["items"]]
+    limit = max(LEAST_CHARACTERS, inline // max(1, len(items)))
+    parts: list[dict[str, Any]] = []
+    for item in items:
+        size = max(len(item["text"]), len(item.get("tokens", "")))
+        if size > limit:
+            first, *rest = _cut(item, limit)
+            item.update(first, rest=[len(parts), len(parts) + len(rest)], size=len(_utf16(_shown(item))) // 2)
+            parts += rest
+    return found, parts
+
+
+def _cut(item: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
+    """The pieces of an item's text, tokens and lists. No token is cut. Args: limit: of the first, in UTF-16 units."""
+    text = _utf16(_shown(item))
+    bounds = [limit, *range(limit + PART_CHARACTERS, len(text) // 2, PART_CHARACTERS)]
+    pieces: list[dict[str, Any]] = [{} for _ in range(len(bounds) + 1)]
+    if "len" in item:
+        ends = list(accumulate(item["len"]))
+        cuts = [bisect_right(ends, bound) for bound in bounds]
+        bounds = [ends[cut - 1] if cut else 0 for cut in cuts]
+        for name in _OF_TOKENS:
+            for piece, values in zip(pieces, _pieces(item.get(name, []), cuts), strict=True):
+                piece.update({name: values} if name in item else {})
+    for piece, part in zip(pieces, _pieces(text, [2 * bound for bound in bounds]), strict=True):
+        piece["tokens" if "tokens" in item else "text"] = part.decode("utf-16-le", "surrogatepass")
+    if "tokens" in item:  # their text is another one, which is cut anywhere
+        for piece, part in zip(pieces, _pieces(item["text"], bounds), strict=True):
+            piece["text"] = part
+    return pieces
+
+
+def _shown(item: Mapping[str, Any]) -> str:
+    return item.get("tokens", item["text"])
+
+
+def _utf16(text: str) -> bytes:
+    return text.encode("utf-16-le", "surrogatepass")
+
+
+def _pieces(values: Any, cuts: Sequence[int]) -> list[Any]:
+    """A sequence cut at these places."""
+    return [values[a:b] for a, b in pairwise([0, *cuts, len(values)])]
 
 
 def _item(columns: Mapping[str, Sequence[Any]], i: int) -> dict[str, Any]:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from whet.errors import CheckpointError, ConfigError
 from whet.evaluation.estimators import estimate
-from whet.report.completions import chunk, load_token_texts
+from whet.report.completions import chunk, load_token_texts, split_chunk
 from whet.report.run_data import CompletionFile, completion_files, run_data
 
-__all__ = ["keep_within", "page_text", "script_text", "standard_error", "write_report"]
+__all__ = ["chunk_scripts", "keep_within", "page_text", "script_text", "standard_error", "write_report"]
 
 log = logging.getLogger("whet")
 
@@ -118,9 +118,20 @@ def _write_chunks(
             log.warning("%s; the report leaves it out", error)
             continue
         entry = file.entry(i, standard_error(found) if file.mode == "eval" else None)
-        _write(out / "data" / f"{entry['key']}.js", script_text(entry["key"], found))
+        for key, script in chunk_scripts(entry["key"], found):
+            _write(out / "data" / f"{key}.js", script)
         listed.append(entry)
     return listed
+
+
+def chunk_scripts(key: str, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The scripts of a file of completions, with their keys: 0-train-000012, and 0-train-000012.0, ... for long texts.
+
+    Args: key: of the file. found: its `chunk`, which is changed.
+    """
+    short, parts = split_chunk(found)
+    for name, value in [(key, short), *((f"{key}.{n}", part) for n, part in enumerate(parts))]:
+        yield name, script_text(name, value)
 
 
 def script_text(key: str, value: Any) -> str:

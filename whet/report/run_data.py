@@ -89,12 +89,12 @@ def completion_files(folder: str | Path) -> list[CompletionFile]:
     >>> completion_files("nowhere")
     []
     """
-    found = [
+    files = [
         CompletionFile(path, match[1], int(match[2]))
         for path in Path(folder, "completions").glob("*.parquet")
         if (match := _COMPLETIONS.fullmatch(path.name))
     ]
-    return sorted(found, key=lambda f: (f.step, f.mode))
+    return sorted(files, key=lambda f: (f.step, f.mode))
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from whet.errors import CheckpointError, ConfigError
 from whet.report.completions import TokenTexts, chunk, load_token_texts
-from whet.report.report import Warnings, page_text, script_text, standard_error
+from whet.report.report import Warnings, chunk_scripts, page_text, script_text, standard_error
 from whet.report.run_data import CompletionFile, completion_files, metric_columns, run_data
 from whet.storage.run_folder import read_metrics
 
@@ -42,7 +42,7 @@ class LiveRuns:
         self._folders = [Path(run) for run in runs]
         self._find_warnings = find_warnings
         self._lock = threading.Lock()
-        self._chunks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._chunks: OrderedDict[tuple[str, int], dict[str, bytes]] = OrderedDict()
         self._errors: dict[tuple[Path, int], float | None] = {}
         self._texts: dict[int, TokenTexts] = {}
         self.title = " · ".join(data["name"] for data in self.data())
@@ -69,12 +69,14 @@ class LiveRuns:
         return {**self._with_completions(i, whole), "metrics": new}
 
     def chunk(self, key: str) -> bytes:
-        """The script of a file of completions.
+        """A script of a file of completions.
 
-        Args: key: the run's number, mode and step, as the page has them: 0-train-000012.
+        Args: key: the run's number, mode and step, as the page has them: 0-train-000012; with the number of a part,
+            0-train-000012.3, what continues a long text.
         Raises: KeyError: there is no such file.
         """
-        number, _, name = key.partition("-")
+        whole = key.partition(".")[0]
+        number, _, name = whole.partition("-")
         if not number.isdecimal() or int(number) >= len(self._folders):
             raise KeyError(key)
         i = int(number)
@@ -82,13 +84,14 @@ class LiveRuns:
         if file is None:
             raise KeyError(key)
         with self._lock:
-            at = (key, file.path.stat().st_mtime_ns)
+            at = (whole, file.path.stat().st_mtime_ns)
             if at not in self._chunks:
-                self._chunks[at] = script_text(key, chunk(file.path, self._token_texts(i))).encode("utf-8", "replace")
+                scripts = chunk_scripts(whole, chunk(file.path, self._token_texts(i)))
+                self._chunks[at] = {name: script.encode("utf-8", "replace") for name, script in scripts}
                 while len(self._chunks) > _CACHED_CHUNKS:
                     self._chunks.popitem(last=False)
             self._chunks.move_to_end(at)
-            return self._chunks[at]
+            return self._chunks[at][key]
 
     def _with_completions(self, i: int, data: dict[str, Any]) -> dict[str, Any]:
         files = completion_files(self._folders[i])
@@ -100,10 +103,10 @@ class LiveRuns:
     def _token_texts(self, i: int) -> TokenTexts | None:
         """Loads the tokenizer of run i, which has one in its folder only when a checkpoint is written."""
         if i not in self._texts:
-            found = load_token_texts(self._folders[i], run_data(self._folders[i])["config"].get("actor.model"))
-            if found is None:
+            texts = load_token_texts(self._folders[i], run_data(self._folders[i])["config"].get("actor.model"))
+            if texts is None:
                 return None
-            self._texts[i] = found
+            self._texts[i] = texts
         return self._texts[i]
 
     def _standard_error(self, file: CompletionFile) -> float | None:

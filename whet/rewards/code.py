@@ -82,22 +82,22 @@ def _lines(text: str) -> list[str]:
 
 def _read_tests(tests: Any) -> list[str | tuple[str, str]]:
     """The tests of a row in one form: a text to run, or what is read and printed."""
-    found = tests
-    if isinstance(found, str) and found.lstrip()[:1] in ("[", "{"):
+    parsed = tests
+    if isinstance(parsed, str) and parsed.lstrip()[:1] in ("[", "{"):
         try:
-            found = json.loads(found)
+            parsed = json.loads(parsed)
         except ValueError:
             raise _error(tests) from None
-    if isinstance(found, Mapping) and {"inputs", "outputs"} <= found.keys():
-        inputs, outputs = found["inputs"], found["outputs"]
+    if isinstance(parsed, Mapping) and {"inputs", "outputs"} <= parsed.keys():
+        inputs, outputs = parsed["inputs"], parsed["outputs"]
         if len(inputs) != len(outputs):
             raise _error(tests)
-        found = [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
-    if isinstance(found, str | Mapping):
-        found = [found]
-    if not isinstance(found, Sequence) or not found:
+        parsed = [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
+    if isinstance(parsed, str | Mapping):
+        parsed = [parsed]
+    if not isinstance(parsed, Sequence) or not parsed:
         raise _error(tests)
-    return [_read_test(test, tests) for test in found]
+    return [_read_test(test, tests) for test in parsed]
 
 
 def _read_test(test: Any, tests: Any) -> str | tuple[str, str]:

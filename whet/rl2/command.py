@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from whet.fronts.command import run_command, run_main
+from whet.compat.command import run_command, run_main
 
 __all__ = ["main", "run", "usage"]
 

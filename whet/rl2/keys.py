@@ -2,12 +2,12 @@
 
 One table for each trainer holds the keys of all generations of RL2: the README of July 2025, the release of September
 2025 and the configuration of May 2026. If a row works, the translation copies the value to whet's key. If a row has the
-state "other", the translation computes whet's keys from this value and from others.
+state "differs", the translation computes whet's keys from this value and from others.
 """
 
 from __future__ import annotations
 
-from whet.fronts.field import Field, inert, refused
+from whet.compat.field import Field, no_effect, refused
 
 __all__ = ["KEYS", "MEGATRON", "NO_TENSOR_PARALLEL", "effect_of"]
 
@@ -16,7 +16,7 @@ def effect_of(field: Field) -> str:
     """The word that the page and `--help` show for a row without a key of whet's."""
     if field.state == "refused":
         return "refused above 1" if field.harmless[-1:] == (1,) else "refused"
-    return "checked" if field.state == "other" else field.state
+    return "checked" if field.state == "differs" else field.state
 
 
 def copied(key: str, note: str = "") -> Field:
@@ -26,7 +26,7 @@ def copied(key: str, note: str = "") -> Field:
 
 def computed(key: str = "", note: str = "") -> Field:
     """A row for a key from which, with others, the translation computes keys of whet's; "" = it is only checked."""
-    return Field(state="other", note=note, key=key)
+    return Field(state="differs", note=note, key=key)
 
 
 _ONE = refused(None, "the engine of each process has a whole model; set it to 1", harmless=(1,))
@@ -69,9 +69,9 @@ def _sampling(mode: str, to: str) -> dict[str, Field]:
     }
     kept = "a completion always keeps the tokens of its stop string"
     other = {
-        "no_stop_trim": inert(None, kept),
-        "skip_special_tokens": inert(None, "the rollout returns tokens; rewards read texts without special tokens"),
-        "spaces_between_special_tokens": inert(None, "the rollout returns tokens"),
+        "no_stop_trim": no_effect(None, kept),
+        "skip_special_tokens": no_effect(None, "the rollout returns tokens; rewards read texts without special tokens"),
+        "spaces_between_special_tokens": no_effect(None, "the rollout returns tokens"),
         **{
             name: refused(None, "whet's engine has only repetition_penalty", harmless=(0, 0.0))
             for name in ("frequency_penalty", "presence_penalty")
@@ -95,7 +95,7 @@ def _model(role: str, section: str) -> dict[str, Field]:
     return {
         "model_name": copied(f"{section}.model"),
         "tokenizer_name": computed("tokenizer", "all roles use the actor's tokenizer"),
-        "use_liger_kernel": inert(None, _LIGER),
+        "use_liger_kernel": no_effect(None, _LIGER),
         "dtype": computed(
             f"{section}.dtype", "bfloat16 or float32; master weights are fp32 in both; float16 is refused"
         ),
@@ -104,8 +104,8 @@ def _model(role: str, section: str) -> dict[str, Field]:
         "tp_size": _TP,
         "sp_size": _CP,
         "cp_size": _CP,
-        "max_length_per_device": inert(None, _BUDGET),
-        "max_inference_length_per_device": inert(None, _BUDGET),
+        "max_length_per_device": no_effect(None, _BUDGET),
+        "max_inference_length_per_device": no_effect(None, _BUDGET),
         "offload_model": computed("offload_to_cpu", _SWITCH),
     }
 
@@ -139,7 +139,7 @@ def _trained(role: str, section: str) -> dict[str, Field]:
         "scheduler.warmup_ratio": copied(f"{optim}.warmup_ratio"),
         "scheduler.*": computed(f"{optim}.schedule_kwargs", "e.g. min_lr"),
         "offload_optimizer": computed("offload_to_cpu", _SWITCH),
-        "load_ckpt": inert(None, "trainer.load_ckpt_from names the checkpoint"),
+        "load_ckpt": no_effect(None, "trainer.load_ckpt_from names the checkpoint"),
         "optimizer_dir": refused(
             None,
             "a checkpoint holds weights, moments and the order of the data; resume with trainer.load_ckpt_from",
@@ -148,7 +148,7 @@ def _trained(role: str, section: str) -> dict[str, Field]:
         "save_freq": computed(
             "trainer.checkpointing_options.save_interval_steps", "if it is set, all checkpoints are kept"
         ),
-        "save_optimizer": inert(None, "checkpoints hold the optimizer's state, the exported model does not"),
+        "save_optimizer": no_effect(None, "checkpoints hold the optimizer's state, the exported model does not"),
         "tf_config.*": refused(None, MEGATRON, harmless=(1, "full", "uniform")),
         "ddp_config.*": refused(None, MEGATRON),
         "optimizer.*": refused(None, f"AdamW has lr, weight_decay, betas and eps; {MEGATRON}"),
@@ -186,7 +186,7 @@ _PPO = {
         "algo.loss_agg_mode, algo.loss_agg_units",
         "sequence: the forks of a trajectory count as one sequence; in RL2 each counts",
     ),
-    "adv_estimator": inert(None, "set adv.estimator"),
+    "adv_estimator": no_effect(None, "set adv.estimator"),
     "freeze_steps": computed("algo.critic_warmup_steps", "the first N steps, in RL2 the first N − 1; only with gae"),
     "temperature": computed("", "training uses the rollout's temperature; another value is refused"),
     "tis_coef": computed(
@@ -224,19 +224,19 @@ _ROWS = {
     ),
     "partial_rollout": refused(None, "a step ends before the next begins", harmless=(False,)),
     "max_turns": copied("rollout.max_turns"),
-    "save_dir": inert(None, "completions/ of the run folder has the completions of every step"),
+    "save_dir": no_effect(None, "completions/ of the run folder has the completions of every step"),
 }
 _TEST = {
     "path": computed("data.eval_path, data.eval_split"),
-    "prompts_per_rollout": inert(None, "an evaluation reads the whole set"),
+    "prompts_per_rollout": no_effect(None, "an evaluation reads the whole set"),
     "responses_per_prompt": copied("rollout.num_generations_eval"),
     **{name: computed("", _AS_IN_TRAINING) for name in ("prompt_key", "messages_key", "apply_chat_template")},
-    "save_dir": inert(None, "completions/ of the run folder has the completions of every evaluation"),
+    "save_dir": no_effect(None, "completions/ of the run folder has the completions of every evaluation"),
 }
-_KV = inert(None, "whet's engine allocates the KV cache that it needs; rollout.kv_cache_tokens bounds it")
+_KV = no_effect(None, "whet's engine allocates the KV cache that it needs; rollout.kv_cache_tokens bounds it")
 _SERVER = {
     "model_path": computed("", _ACTOR_MODEL),
-    "dtype": inert(None, "the rollout reads the trainer's own weights"),
+    "dtype": no_effect(None, "the rollout reads the trainer's own weights"),
     "tp_size": _ONE,
     "mem_fraction_static": _KV,
     "*": refused(
@@ -258,9 +258,9 @@ _ROLLOUT = {
         "algo.group_reward_bounds", "a step trains on the groups with a mean reward strictly between the two"
     ),
     "group_filtering.upper": computed("algo.group_reward_bounds"),
-    "bucket_size": inert(None, "no weights are sent: the rollout reads the trainer's own"),
-    "adv_estimator": inert(None, "set adv.estimator"),
-    "base_port": inert(None, "there is no server"),
+    "bucket_size": no_effect(None, "no weights are sent: the rollout reads the trainer's own"),
+    "adv_estimator": no_effect(None, "set adv.estimator"),
+    "base_port": no_effect(None, "there is no server"),
     "test_ratio": copied("data.eval_fraction", _TEST_RATIO),
 }
 _OWN_BUDGET = computed(
@@ -341,8 +341,8 @@ KEYS: dict[str, dict[str, Field]] = {
         **_under("rollout.server_args", _SERVER),
         **_under("actor", {**_trained("actor", "actor"), **_PPO, "max_length_per_device": _OWN_BUDGET}),
         **_under("ref_actor", {**_model("ref_actor", "reference"), "temperature": _PPO["temperature"]}),
-        **_under("critic", {**_trained("critic", "critic"), **_CRITIC, "save_dir": inert(None, _ROLE_FOLDER)}),
-        "critic.save_freq": inert(None, _ROLE_FOLDER),
+        **_under("critic", {**_trained("critic", "critic"), **_CRITIC, "save_dir": no_effect(None, _ROLE_FOLDER)}),
+        "critic.save_freq": no_effect(None, _ROLE_FOLDER),
         **_under("adv", _ADV),
         **_under("trainer", {**_TRAINER, **_PPO_TRAINER}),
     },

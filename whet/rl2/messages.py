@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from whet.compat.messages import Vocabulary
 from whet.config.introspection import leaves
-from whet.fronts.messages import Vocabulary
 from whet.rl2.keys import KEYS
 from whet.rl2.parsed_args import CONFIGS, ParsedArgs, flatten
 

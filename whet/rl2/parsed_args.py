@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from whet.compat.field import Field, Table
 from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, SFTRunConfig
 from whet.config.loader import merge, parse_config_args, takes_text
 from whet.errors import ConfigError, format_value, lookup_error, nearest
-from whet.fronts.field import Field, Table
 from whet.rl2.keys import KEYS
 from whet.rl2.references import resolve
 
@@ -73,12 +73,12 @@ class ParsedArgs:
 
     def get(self, *keys: str, default: Any = None) -> Any:
         """The value of a key that has several names; two different values are a problem."""
-        found = {k: self.values[k] for k in keys if self.values.get(k) is not None}
-        if len({repr(v) for v in found.values()}) > 1:
+        values = {k: self.values[k] for k in keys if self.values.get(k) is not None}
+        if len({repr(v) for v in values.values()}) > 1:
             self.problems.append(
-                f"{' and '.join(f'{k}={v!r}' for k, v in found.items())}: these are one key here; give one of them"
+                f"{' and '.join(f'{k}={v!r}' for k, v in values.items())}: these are one key here; give one of them"
             )
-        return next(iter(found.values()), default)
+        return next(iter(values.values()), default)
 
     def get_count(self, *keys: str, default: int = 1) -> int:
         """A positive whole number, or the default; another value is a problem."""

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from whet.errors import EngineError, lookup_error
-from whet.ops.support import Support
+from whet.ops.logits_processors import LogitsProcessors
 from whet.types import FinishReason
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "RolloutEngine",
     "Sampling",
     "check_caps",
-    "sampling_support",
+    "sampling_processors",
 ]
 
 
@@ -90,8 +90,8 @@ class Sampling:
     """Never drawn."""
     constraint: Constraint | None = None
     """The language of the completion's text; stop ids are drawn only where it may end."""
-    logprob_support: str = "sampling"
-    """The distribution of the log-probabilities. "sampling": the one that tokens are drawn from; "full": the whole
+    logprobs_mode: str = "processed"
+    """The distribution of the log-probabilities. "processed": the one that tokens are drawn from; "full": the whole
     distribution at the temperature, without top_p and the like."""
     generation_kwargs: tuple[tuple[str, Any], ...] = ()
     """Options of transformers' generate, (name, value) with tuples for lists: only for the hf engine."""
@@ -99,13 +99,13 @@ class Sampling:
     """Keep the raw logits of each drawn token (float32 [C, V]): for inspection, not for training."""
 
 
-def sampling_support(sampling: Sampling) -> Support:
+def sampling_processors(sampling: Sampling) -> LogitsProcessors:
     """The distribution whose logprobs the sampler reports and the trainer computes.
 
-    >>> sampling_support(Sampling(top_k=3)).top_k, sampling_support(Sampling(top_k=3, logprob_support="full")).full
+    >>> sampling_processors(Sampling(top_k=3)).top_k, sampling_processors(Sampling(top_k=3, logprobs_mode="full")).full
     (3, True)
     """
-    return Support(
+    return LogitsProcessors(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
@@ -115,7 +115,7 @@ def sampling_support(sampling: Sampling) -> Support:
         min_tokens=sampling.min_tokens,
         stop_ids=sampling.stop_ids,
         constrained=sampling.constraint is not None,
-        full=sampling.logprob_support == "full",
+        full=sampling.logprobs_mode == "full",
     )
 
 

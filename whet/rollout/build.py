@@ -45,7 +45,7 @@ def make_sampling(config: RolloutConfig, eos_ids: Sequence[int], tokenizer: Any 
         stop=tuple(config.stop),
         forbidden_ids=tuple(config.forbidden_tokens),
         constraint=None if (c := config.constraint) is None else Constraint(kind=c.kind, text=c.text),
-        logprob_support=config.logprob_support,
+        logprobs_mode=config.logprobs_mode,
         generation_kwargs=freeze_options(config.generation_kwargs),
     )
 

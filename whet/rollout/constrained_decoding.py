@@ -291,7 +291,7 @@ class Grammars:
         return DataError(
             f"completion token {place} is {token} ({self._tokenizer.decode([token])!r}), which {sampling.constraint} "
             "does not allow there; only what was drawn under a constraint can be scored or continued under it: use "
-            "rollout.logprob_support='full', or leave the constraint out"
+            "rollout.logprobs_mode='full', or leave the constraint out"
         )
 
 

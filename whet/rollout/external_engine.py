@@ -29,7 +29,7 @@ from whet.models.quantized import dequantize
 from whet.models.self_check import tolerance_for
 from whet.ops.counter_rng import hash_rng_key
 from whet.ops.logprobs import selective_log_softmax
-from whet.rollout.base import Output, Request, Sampling, sampling_support
+from whet.rollout.base import Output, Request, Sampling, sampling_processors
 from whet.rollout.build import make_sampling
 from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.requests import check_ids, check_request
@@ -40,7 +40,7 @@ __all__ = [
     "ExternalEngine",
     "WeightNames",
     "check_agreement",
-    "check_logprob_support",
+    "check_logprobs_mode",
     "check_options",
     "check_supported",
     "request_seed",
@@ -49,7 +49,7 @@ __all__ = [
 
 SUPPORTED_FIELDS = (
     "forbidden_ids",
-    "logprob_support",
+    "logprobs_mode",
     "max_tokens",
     "min_p",
     "min_tokens",
@@ -156,7 +156,7 @@ def check_supported(sampling: Sampling, *, engine: str) -> None:
             )
 
 
-def check_logprob_support(sampling: Sampling, *, engine: str, reports: Literal["drawn", "untruncated", "raw"]) -> None:
+def check_logprobs_mode(sampling: Sampling, *, engine: str, reports: Literal["drawn", "untruncated", "raw"]) -> None:
     """Refuses a Sampling for which an engine would report other logprobs than the trainer computes.
 
     Args:
@@ -164,38 +164,38 @@ def check_logprob_support(sampling: Sampling, *, engine: str, reports: Literal["
         engine: its name.
         reports: the distribution of the logprobs: "drawn", the one that is drawn from; "untruncated", the same without
             top-k, top-p and min-p; "raw", the softmax of the logits.
-    Raises: ConfigError: that is not the distribution which logprob_support names.
+    Raises: ConfigError: that is not the distribution which logprobs_mode names.
 
-    >>> check_logprob_support(Sampling(top_k=5), engine="vllm", reports="drawn")
-    >>> check_logprob_support(Sampling(top_k=5), engine="sglang", reports="untruncated")
+    >>> check_logprobs_mode(Sampling(top_k=5), engine="vllm", reports="drawn")
+    >>> check_logprobs_mode(Sampling(top_k=5), engine="sglang", reports="untruncated")
     Traceback (most recent call last):
-    whet.errors.ConfigError: sglang reports logprobs before top_k, top_p and min_p, and logprob_support is 'sampling'; \
+    whet.errors.ConfigError: sglang reports logprobs before top_k, top_p and min_p, and logprobs_mode is 'processed'; \
 set it to 'full', or leave them out
     """
-    drawn = replace(sampling_support(sampling), full=False)
+    drawn = replace(sampling_processors(sampling), full=False)
     is_changed = drawn.penalises or drawn.forbids
     if reports == "raw" and drawn.temperature not in (0.0, 1.0):
         raise ConfigError(
             f"{engine} would report logprobs of the raw logits, not at temperature {drawn.temperature}; set the "
             "temperature to 1.0, or let it report processed logprobs"
         )
-    if sampling.logprob_support == "full":
+    if sampling.logprobs_mode == "full":
         if (is_changed and reports != "raw") or (drawn.truncates and reports == "drawn"):
             truncations = "top_k, top_p, min_p, " if reports == "drawn" else ""
             raise ConfigError(
-                f"{engine} reports logprobs after penalties and truncation, and logprob_support 'full' asks for "
-                f"only temperature; set it to 'sampling', or leave out {truncations}min_tokens, repetition_penalty "
+                f"{engine} reports logprobs after penalties and truncation, and logprobs_mode 'full' asks for "
+                f"only temperature; set it to 'processed', or leave out {truncations}min_tokens, repetition_penalty "
                 "and forbidden_tokens"
             )
     elif drawn.truncates and reports != "drawn":
         raise ConfigError(
-            f"{engine} reports logprobs before top_k, top_p and min_p, and logprob_support is 'sampling'; set it to "
+            f"{engine} reports logprobs before top_k, top_p and min_p, and logprobs_mode is 'processed'; set it to "
             "'full', or leave them out"
         )
     elif is_changed and reports == "raw":
         raise ConfigError(
             f"{engine} would report logprobs of the raw logits, without penalties and forbidden tokens; set "
-            "logprob_support to 'full', or let it report processed logprobs"
+            "logprobs_mode to 'full', or let it report processed logprobs"
         )
 
 

@@ -132,17 +132,17 @@ def _ids(value: Any) -> list[int]:
 
 
 def check_trainable(sampling: Sampling) -> None:
-    """Raises ConfigError for what the trainer can't compute: beams, and options under logprob_support "sampling"."""
+    """Raises ConfigError for what the trainer can't compute: beams, and options under logprobs_mode "processed"."""
     names, beams = [name for name, _ in sampling.generation_kwargs], num_beams(sampling)
     if beams != 1:
         raise ConfigError(
             f"rollout.generation_kwargs: num_beams={beams} searches: its completions are not draws of the policy, so "
             "they have no policy gradient; use it only in eval: {generation_kwargs: {...}, temperature: 0.0}"
         )
-    if names and sampling.logprob_support == "sampling":
+    if names and sampling.logprobs_mode == "processed":
         raise ConfigError(
             f"rollout.generation_kwargs: {', '.join(names)}: the trainer does not know the distribution that they "
-            'lead to; set logprob_support="full" (the whole distribution on both sides), or use them in eval: {...}'
+            'lead to; set logprobs_mode="full" (the whole distribution on both sides), or use them in eval: {...}'
         )
 
 

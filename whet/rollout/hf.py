@@ -137,7 +137,7 @@ class HFEngine(QueueEngine):
         keys = torch.tensor([hash_rng_key(*r.rng_key) for r in batch], device=device)
         place = torch.tensor([r.offset for r in batch], device=device)
         draws = torch.tensor([r.draw + r.offset for r in batch], device=device)
-        seen = seen_tokens(list(ids), self._vocabulary) if plan.support.penalises else None
+        seen = seen_tokens(list(ids), self._vocabulary) if plan.processors.penalises else None
         process = logits_processors(self._base, ids, batch[0]) if plan.sampling.generation_kwargs else None
         flights = [InFlightRequest(request=r, matcher=self._grammars and self._grammars.start(r)) for r in batch]
         finished: dict[int, FinishReason] = {}

@@ -160,7 +160,7 @@ class SimpleEngine(QueueEngine):
     def check(self, request: Request) -> None:
         """Raises EngineError for a request that could never be served, or that needs more than `complete` does."""
         check_request(request, vocabulary=self._vocabulary, positions=self._positions, decodes=False)
-        followed = {"max_tokens", "stop_ids", "logprob_support", *self.samples}
+        followed = {"max_tokens", "stop_ids", "logprobs_mode", *self.samples}
         for name, value in vars(request.sampling).items():
             if name not in followed and value != vars(Sampling())[name]:
                 raise EngineError(

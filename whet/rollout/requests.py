@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from whet.errors import ConfigError, EngineError, lookup_error
-from whet.ops.support import Support
-from whet.rollout.base import Request, Sampling, sampling_support
+from whet.ops.logits_processors import LogitsProcessors
+from whet.rollout.base import Request, Sampling, sampling_processors
 
 __all__ = ["SamplingPlan", "check_ids", "check_request", "make_plan"]
 
@@ -19,9 +19,9 @@ class SamplingPlan:
     """A Sampling with its distributions."""
 
     sampling: Sampling
-    support: Support
+    processors: LogitsProcessors
     """The distribution to draw from."""
-    reported: Support
+    reported: LogitsProcessors
     """The distribution of the reported logprobs."""
 
 
@@ -30,16 +30,17 @@ def make_plan(sampling: Sampling) -> SamplingPlan:
 
     Args: sampling: of a request.
     Returns: its plan.
-    Raises: ConfigError: an unknown logprob_support, or a field out of its range.
+    Raises: ConfigError: an unknown logprobs_mode, or a field out of its range.
 
-    >>> make_plan(Sampling(top_k=3, logprob_support="full")).reported.plain
+    >>> make_plan(Sampling(top_k=3, logprobs_mode="full")).reported.plain
     True
     """
-    if sampling.logprob_support not in ("sampling", "full"):
-        raise lookup_error("logprob_support", sampling.logprob_support, ["sampling", "full"])
-    support = replace(sampling_support(sampling), full=False)
-    full = sampling.logprob_support == "full" and bool(sampling.generation_kwargs or not support.plain)
-    return SamplingPlan(sampling=sampling, support=support, reported=replace(support, full=True) if full else support)
+    if sampling.logprobs_mode not in ("processed", "full"):
+        raise lookup_error("logprobs_mode", sampling.logprobs_mode, ["processed", "full"])
+    processors = replace(sampling_processors(sampling), full=False)
+    full = sampling.logprobs_mode == "full" and bool(sampling.generation_kwargs or not processors.plain)
+    reported = replace(processors, full=True) if full else processors
+    return SamplingPlan(sampling=sampling, processors=processors, reported=reported)
 
 
 def check_ids(requests: Iterable[Request], in_flight: Container[int]) -> None:

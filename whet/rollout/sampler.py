@@ -48,7 +48,7 @@ MAX_NEW_TOKENS = 256
 OPTIONS = (
     "constraint",
     "generation_kwargs",
-    "logprob_support",
+    "logprobs_mode",
     "min_p",
     "min_tokens",
     "repetition_penalty",
@@ -216,7 +216,7 @@ class Sampler:
             num_generations: completions of each prompt.
             apply_chat_template: for texts too.
             on_long_prompt: "error" or "truncate_left".
-            options: min_p, repetition_penalty, min_tokens, stop, constraint, logprob_support, generation_kwargs.
+            options: min_p, repetition_penalty, min_tokens, stop, constraint, logprobs_mode, generation_kwargs.
         Raises: ConfigError: options that are unknown or contradict each other. DataError: a prompt that is too long.
         """
         sampling = self.sampling(

@@ -31,7 +31,7 @@ from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Re
 from whet.rollout.external_engine import (
     ExternalEngine,
     check_agreement,
-    check_logprob_support,
+    check_logprobs_mode,
     check_options,
     check_supported,
     request_seed,
@@ -151,7 +151,7 @@ class SGLangEngine(ExternalEngine):
             )
         if self._seeded and sampling.temperature > 0 and sampling.min_p:
             raise ConfigError("sglang has no min_p with seeds; leave it out, or deterministic sampling")
-        check_logprob_support(sampling, engine="sglang", reports="untruncated")
+        check_logprobs_mode(sampling, engine="sglang", reports="untruncated")
 
     def step(self, timeout_s: float | None = None) -> list[Output]:
         """Waits until something finishes, or the time is up, and returns what has finished.

@@ -18,7 +18,7 @@ from torch import Tensor
 from whet.errors import EngineError
 from whet.models.self_check import probe_tokens, tolerance_for
 from whet.parallel.ranks import Ranks
-from whet.rollout.base import Sampling, sampling_support
+from whet.rollout.base import Sampling, sampling_processors
 from whet.rollout.driver import Rollouts, single_turn
 from whet.types import Prompt, TokenBatch
 from whet.util.tensor_sums import tensor_sums
@@ -66,7 +66,9 @@ class SyncCheck:
         Args: driver: of the engine. policy: whole on this rank. vocabulary: number of ids; None = unknown.
         Raises: EngineError: the engine's logprobs are not the policy's. WhetError: the processes sent other weights.
         """
-        if self._sums is None or not driver.engine.caps.logprobs or driver.engine.stats().in_flight:
+        if self._sums is None or not driver.engine.caps.logprobs:
+            return
+        if not all(self.ranks.all_gather(driver.engine.stats().in_flight == 0)):
             return
         sums, self._sums = self._sums, None
         self.ranks.check_same("set of weights for its engine", {name: x.hex()[:16] for name, x in sums.items()})
@@ -91,7 +93,7 @@ def _probe(driver: Rollouts, policy: ModelWorker, vocabulary: int) -> float:
     groups = driver.run([single_turn(prompt, PROBE, rng_key=(0, 0, 0, 0))])
     driver.next_id = next_id  # a run with a check has the ids of one without
     batch = TokenBatch.from_groups(groups)
-    own = policy.logprobs(batch, support=sampling_support(PROBE)).logprobs
+    own = policy.logprobs(batch, processors=sampling_processors(PROBE)).logprobs
     assert own is not None
     return float((own - batch.sampler_logprobs).abs().double().mean())
 

@@ -35,7 +35,7 @@ from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Re
 from whet.rollout.external_engine import (
     ExternalEngine,
     check_agreement,
-    check_logprob_support,
+    check_logprobs_mode,
     check_options,
     check_supported,
     request_seed,
@@ -162,7 +162,7 @@ class VLLMEngine(ExternalEngine):
                 f"vllm applies min_p before top_p, whet after it, so top_p={sampling.top_p} with min_p="
                 f"{sampling.min_p} would mean two distributions; leave one of them out"
             )
-        check_logprob_support(sampling, engine="vllm", reports=self._reports)
+        check_logprobs_mode(sampling, engine="vllm", reports=self._reports)
 
     def step(self, timeout_s: float | None = None) -> list[Output]:
         """Decodes until something finishes, or the time is up, and returns what has finished.

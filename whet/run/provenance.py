@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from whet.config import Role
+    from whet.parallel.ranks import Ranks
     from whet.train.worker import ModelWorker
 
 __all__ = [
     "changed_settings",
     "check_inputs",
+    "check_same_settings",
     "check_settings",
     "record_inputs",
     "source_of",
@@ -60,6 +62,7 @@ _FREE = (
     "trainer.collective_timeout_s",
     "trainer.context_parallel_size",
     "trainer.data_parallel_replicate_size",
+    "trainer.sync_each_microbatch",
     "trainer.keep_best",
     "trainer.max_steps",
     "trainer.num_epochs",
@@ -245,6 +248,22 @@ def check_settings(old: Any, new: Any, *, allow: bool) -> None:
         )
     if changed:
         log.warning("resuming with a changed configuration:\n  %s", "\n  ".join(changed))
+
+
+def check_same_settings(ranks: Ranks, settings: Any) -> None:
+    """Compares the settings of the processes of a run, which would end at other steps or wait for each other for ever.
+
+    Args: settings: of this process; objects without a name, which differ by their address, are not compared.
+    Raises: ConfigError: on every rank; it names the settings.
+    """
+    first = ranks.broadcast(settings)
+    changes = [x for x in diff(dump_tree(first), dump_tree(settings)) if " at 0x" not in x]
+    for rank, found in enumerate(ranks.all_gather(changes)):
+        if found:
+            raise ConfigError(
+                f"rank {rank} of {ranks.size} has other settings than rank 0: {'; '.join(found[:5])}; give all "
+                "processes the same command, and each host the same files"
+            )
 
 
 def changed_settings(old: Any, new: Any) -> list[str]:

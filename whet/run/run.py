@@ -38,7 +38,7 @@ from whet.observe.trace import trace_folder
 from whet.parallel.ranks import is_connection_lost
 from whet.run.builtin_observers import builtin_observers
 from whet.run.observer import Observer, Observers, TrainerControl
-from whet.run.provenance import check_inputs, check_settings, to_loadable
+from whet.run.provenance import check_inputs, check_same_settings, check_settings, to_loadable
 from whet.run.random_state import random_state, set_derived_random_state, set_random_state
 from whet.run.signals import SignalHandler, Stopped
 from whet.run.start_messages import log_data_end, log_run_length, steps_in_data, write_environment
@@ -111,11 +111,14 @@ class Run:
         self.observers = own if self.ranks.is_writer else Observers([])
         self._signals = SignalHandler()
         if self.ranks.size > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+            seconds = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
             self._signals.effect += (
-                " (torchrun ends the processes after 30 s; if the step takes longer, all since the last checkpoint is "
-                "lost)"
+                f" (torchrun ends the processes after {seconds} s; if the step takes longer, all since the last "
+                "checkpoint is lost)"
             )
         self._begun = False
+        self.timeline: Path | None = None
+        """The folder for trace.json until it is written; None = this process writes none."""
         self._begun_at = self._saved_step = 0
         self._data_wait = 0.0
         """Seconds for which the running step waited for its batch."""
@@ -191,6 +194,7 @@ class Run:
         c = self.config
         assert self.stream is not None
         self.settings = self.task.settings()
+        check_same_settings(self.ranks, self._compared_settings())
         self.task.prepare()
         if not self.task.has_evaluation and c.eval_every_n_steps:
             log.warning(
@@ -338,16 +342,16 @@ class Run:
         times = trace.pop_times()
         times["time/data"] = times.get("time/data", 0.0) + self._data_wait
         idle = outside + times["time/data"] + times.get("time/rollout/tool_wait", 0.0)
-        found = {**times, "perf/idle_share": idle / max(seconds, 1e-9)}
+        performance = {**times, "perf/idle_share": idle / max(seconds, 1e-9)}
         worker = self.trainer.worker
         flops, imbalance = worker.pop_flops(), worker.pop_imbalance()
         if self.ranks.size > 1 and not math.isnan(imbalance):
-            found["perf/rank_imbalance"] = imbalance
+            performance["perf/rank_imbalance"] = imbalance
         if spent := times.get("time/update"):
-            found["perf/update_tflops"] = flops / spent / 1e12
+            performance["perf/update_tflops"] = flops / spent / 1e12
             if peak := peak_flops(worker.device):
-                found["perf/mfu"] = flops / spent / peak
-        return found
+                performance["perf/mfu"] = flops / spent / peak
+        return performance
 
     def _show_progress(self, row: Mapping[str, float]) -> None:
         fields = dict(self.task.progress_fields(row))
@@ -471,7 +475,7 @@ class Run:
             return
         if self._finished is None or self._finished[0] != self._updates():
             return
-        if self.ranks.size > 1:  # a checkpoint needs all processes, and the others may not have failed
+        if self.ranks.size > 1 and not isinstance(error, RolloutStopped):  # which all have; others may not have failed
             log.warning(
                 "step %d is not saved: one of %d processes can't save without the others", self.step, self.ranks.size
             )
@@ -493,6 +497,7 @@ class Run:
         """Restores the checkpoint that `resume` names. Returns: its step; -1 if there is none yet."""
         assert self.config.resume is not None
         self.checkpoints.open()
+        self.checkpoints.restore_token_budgets()
         checkpoint = self.ranks.call_on_writer(self._find_checkpoint)
         if checkpoint is None:
             log.info("resume=latest: no checkpoint in %s yet; starting from the beginning", self.checkpoints.root)
@@ -556,6 +561,7 @@ class Run:
             if kind is None:
                 self._finish()
             elif error is not None:
+                self.checkpoints.write_token_budgets()
                 where = self.ranks.describe()
                 if self.ranks.size > 1 and is_connection_lost(error):
                     instead = WhetError(
@@ -581,6 +587,8 @@ class Run:
         self._signals.uninstall()
         for trainer in self.roles.trainers.values():
             trainer.listeners = [fn for fn in trainer.listeners if fn != self._on_update]
+        if self.timeline is not None:  # after an error, when the other processes may not answer: this one's spans
+            self.roles.trace.write(self.timeline / "trace.json")
         if self.progress is not None:
             self.progress.__exit__()
         if self.loggers is not None:
@@ -619,3 +627,4 @@ class Run:
         _, *others = self.ranks.all_gather(self.roles.trace.events() if self.ranks.rank else [])
         if self.timeline is not None:
             self.roles.trace.write(self.timeline / "trace.json", others=itertools.chain(*others))
+            self.timeline = None

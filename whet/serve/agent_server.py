@@ -188,9 +188,9 @@ class AgentServer(ApiServer):
 
     def inbox(self, key: str) -> Inbox:
         """The inbox of a key. Raises ApiError: the episode has ended, or no episode had this key."""
-        found = self._inboxes.get(key)
-        if found is not None:
-            return found
+        own_inbox = self._inboxes.get(key)
+        if own_inbox is not None:
+            return own_inbox
         number = key.partition("-")[0]
         known = number.isdecimal() and len(number) < 20 and self._key(int(number))
         if known and hmac.compare_digest(known.encode(), key.encode("utf-8", "replace")):

@@ -286,11 +286,11 @@ def verify_checkpoint(folder: Path, needs: Iterable[str] = ()) -> None:
         log.warning("%s has no %s, so its files can't be checked for changes", folder, _SUMS)
         return
     try:
-        found = read_json(path)
-        if not isinstance(found, dict) or "format" not in found:
+        manifest = read_json(path)
+        if not isinstance(manifest, dict) or "format" not in manifest:
             raise ValueError("no mapping of names to checksums")
-        check_format(path, found.get("format"), weights=folder)
-        sums = found.get("sums")
+        check_format(path, manifest.get("format"), weights=folder)
+        sums = manifest.get("sums")
         if not isinstance(sums, dict) or not all(isinstance(x, str) for x in sums.values()):
             raise ValueError("no mapping of names to checksums")
         if outside := [n for n in sums if "\0" in n or ".." in PurePosixPath(n).parts or n.startswith("/")]:
@@ -300,9 +300,9 @@ def verify_checkpoint(folder: Path, needs: Iterable[str] = ()) -> None:
     for name, expected in sums.items():
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing from its checkpoint; {advice}")
-        if (found := file_sum(folder / name)) != expected:
+        if (actual := file_sum(folder / name)) != expected:
             raise CheckpointError(
-                f"{folder / name} has changed since it was written: its SHA-256 is {found[:12]}..., sums.json has "
+                f"{folder / name} has changed since it was written: its SHA-256 is {actual[:12]}..., sums.json has "
                 f"{expected[:12]}...; {advice}, or, if you changed it yourself, delete sums.json"
             )
 
@@ -360,24 +360,24 @@ def step_of(folder: Path) -> int | None:
     >>> step_of(Path("step-000100")), step_of(Path("step-000100.broken")), step_of(Path("step-0000100"))
     (100, None, None)
     """
-    found = _STEP.fullmatch(folder.name)
-    return int(found[1]) if found and folder.name == f"step-{int(found[1]):06d}" else None
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match and folder.name == f"step-{int(match[1]):06d}" else None
 
 
 def read_run_id(folder: Path) -> str | None:
     """The id of the run that wrote a checkpoint; None if it is not recorded."""
     try:
-        found = read_json(folder / _RUN)
+        record = read_json(folder / _RUN)
     except (OSError, ValueError):
         return None
-    name = found.get("run") if isinstance(found, dict) else None
+    name = record.get("run") if isinstance(record, dict) else None
     return name if isinstance(name, str) else None
 
 
 def step_folders(root: Path) -> list[Path]:
     """The folders with a checkpoint's name, oldest step first."""
-    found = [(step, p) for p in root.glob("step-*") if (step := step_of(p)) is not None] if root.is_dir() else []
-    return [p for _, p in sorted(found)]
+    folders = [(step, p) for p in root.glob("step-*") if (step := step_of(p)) is not None] if root.is_dir() else []
+    return [p for _, p in sorted(folders)]
 
 
 def list_checkpoints(root: Path) -> list[Path]:
@@ -460,19 +460,19 @@ def read_state(path: Path, *, needs: Iterable[str] = ()) -> dict[str, Any]:
     import torch  # here and below, since `whet push` looks at checkpoints and needs no torch
 
     try:
-        found = torch.load(path, weights_only=True, map_location="cpu")
+        state = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as e:
         why = format_exception(e)
         raise CheckpointError(f"{path} can't be read ({why}); resume from an earlier step-* folder") from e
-    if not isinstance(found, dict):
+    if not isinstance(state, dict):
         raise CheckpointError(
-            f"{path} has an unexpected format: a {type(found).__name__}, not a dict; resume from another step-* folder"
+            f"{path} has an unexpected format: a {type(state).__name__}, not a dict; resume from another step-* folder"
         )
-    if missing := [n for n in needs if n not in found]:
+    if missing := [n for n in needs if n not in state]:
         raise CheckpointError(
             f"{path} has an unexpected format: no {', '.join(missing)}; resume from another step-* folder"
         )
-    return found
+    return state
 
 
 def write_state(state: Mapping[str, Any], path: Path) -> None:
@@ -507,15 +507,15 @@ def load_weights(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | 
 
     targets = named_weights(module)
     try:
-        found = load_file(path)
+        tensors = load_file(path)
     except (OSError, SafetensorError) as e:
         raise CheckpointError(f"{path} can't be read ({e}); resume from an earlier step-* folder") from e
-    check_same_weights(path, targets, {name: tensor.shape for name, tensor in found.items()})
+    check_same_weights(path, targets, {name: tensor.shape for name, tensor in tensors.items()})
     with torch.no_grad():
         for name, t in targets.items():
             if masters and name in masters:
-                copy_full_tensor(masters[name], found[name])
-            copy_full_tensor(t, found[name])
+                copy_full_tensor(masters[name], tensors[name])
+            copy_full_tensor(t, tensors[name])
 
 
 def check_same_weights(path: Path, targets: Mapping[str, Tensor], found: Mapping[str, Sequence[int]]) -> None:

@@ -102,9 +102,9 @@ def unused_path(path: Path, word: str) -> Path:
     'metrics.before-1.jsonl'
     """
     n = 1
-    while os.path.lexists(found := path.with_name(f"{path.stem}.{word}-{n}{path.suffix}")):
+    while os.path.lexists(candidate := path.with_name(f"{path.stem}.{word}-{n}{path.suffix}")):
         n += 1
-    return found
+    return candidate
 
 
 def remove_path(path: Path, *, strict: bool = False) -> None:

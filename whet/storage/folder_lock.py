@@ -69,7 +69,8 @@ class FolderLock:
                 continue
             try:
                 os.ftruncate(handle, 0)
-                os.pwrite(handle, json.dumps(_this_process()).encode(), 0)
+                own = {"pid": os.getpid(), "host": socket.gethostname(), "started": _start_time(os.getpid())}
+                os.pwrite(handle, json.dumps(own).encode(), 0)
             except BaseException:
                 self._remove_and_close(handle)
                 raise
@@ -102,8 +103,8 @@ class FolderLock:
             if self.path.is_symlink() or (self.path.exists() and not self.path.is_file()):
                 raise refused from error
             raise
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             os.close(handle)
             raise refused
         return handle
@@ -127,20 +128,16 @@ def _same_file(handle: int, path: Path) -> bool:
         return False
 
 
-def _this_process() -> dict[str, Any]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "started": _start_time(os.getpid())}
-
-
 def _holder(text: bytes) -> dict[str, Any] | None:
     """The process that the file names; None if whet did not write the file."""
     try:
-        found = read_json(text)
+        holder = read_json(text)
     except ValueError:
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("host"), str):
+    if not isinstance(holder, dict) or not isinstance(holder.get("host"), str):
         return None
-    pid = found.get("pid")
-    return found if type(pid) is int and 0 < pid < 2**31 else None
+    pid = holder.get("pid")
+    return holder if type(pid) is int and 0 < pid < 2**31 else None
 
 
 def _start_time(pid: int) -> str | None:

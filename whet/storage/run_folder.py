@@ -183,10 +183,10 @@ class RunFolder:
         """Removes everything that was written after a step, and a last line that a kill cut short."""
         if step <= 0 and has_steps(self.path):
             self._rename_old_run()
-        found = _read(self.path / "metrics.jsonl")
-        if found.damaged:
-            self._keep_damaged(found)
-        kept = [line for line, row in zip(found.lines, found.rows) if row["step"] <= step]
+        metrics = _read(self.path / "metrics.jsonl")
+        if metrics.damaged:
+            self._keep_damaged(metrics)
+        kept = [line for line, row in zip(metrics.lines, metrics.rows) if row["step"] <= step]
         write_atomic(self.path / "metrics.jsonl", b"".join(line + b"\n" for line in kept))
         for file in (self.path / "completions").iterdir():
             number = _COMPLETIONS.fullmatch(file.name)
@@ -258,9 +258,9 @@ class RunFolder:
 def check_no_run(path: str | Path) -> None:
     """Raises ConfigError if a folder holds a run, even one with an unreadable metrics.jsonl."""
     path = Path(path).absolute()
-    found = _read(path / "metrics.jsonl")
-    if found.rows or found.damaged:
-        steps = f"a run of {found.rows[-1]['step']} steps" if found.rows else "a metrics.jsonl that can't be read"
+    metrics = _read(path / "metrics.jsonl")
+    if metrics.rows or metrics.damaged:
+        steps = f"a run of {metrics.rows[-1]['step']} steps" if metrics.rows else "a metrics.jsonl that can't be read"
         raise ConfigError(f"{path} holds {steps}; set trainer.resume=latest to resume it, or another trainer.run_dir")
 
 
@@ -285,10 +285,10 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 def _number(path: Path, name: str) -> int:
     """An integer in a JSON file; -1 if there is none."""
     try:
-        found = read_json(path)
+        content = read_json(path)
     except (OSError, ValueError):
         return -1
-    value = found.get(name) if isinstance(found, dict) else None
+    value = content.get(name) if isinstance(content, dict) else None
     return value if type(value) is int else -1
 
 

@@ -85,13 +85,13 @@ class MCAdvantageSelector:
 
     def _values(self, candidates: Any) -> list[float]:
         """The first key of each candidate, as a number."""
-        found = candidates.get(self.in_keys[0])
-        if found.numel() != candidates.numel():
+        values = candidates.get(self.in_keys[0])
+        if values.numel() != candidates.numel():
             raise DataError(
-                f"{self.in_keys[0]!r} has the shape {list(found.shape)} for {candidates.numel()} candidates; "
+                f"{self.in_keys[0]!r} has the shape {list(values.shape)} for {candidates.numel()} candidates; "
                 "whet's strategies take one number each: override select() for others"
             )
-        return [float(v) for v in found.detach().reshape(-1).cpu()]
+        return [float(v) for v in values.detach().reshape(-1).cpu()]
 
 
 def _choose_uniform(values: list[float], size: int) -> list[int]:

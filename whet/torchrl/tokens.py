@@ -127,14 +127,14 @@ def reference_logprobs(data: TensorDictBase, key: Any, tokens: Tokens, *, side: 
 
     Raises: MissingKeyError: there are none. DataError: they have another shape.
     """
-    found = get_padded(data, key, value, side=side)
-    found = found.squeeze(-1) if found.ndim == tokens.mask.ndim + 1 else found
-    if found.shape != tokens.mask.shape:
+    logprobs = get_padded(data, key, value, side=side)
+    logprobs = logprobs.squeeze(-1) if logprobs.ndim == tokens.mask.ndim + 1 else logprobs
+    if logprobs.shape != tokens.mask.shape:
         raise DataError(
-            f"{key!r} has the shape {list(found.shape)}, the actor's logprobs {list(tokens.mask.shape)}; they must be "
-            "of the same tokens, [B, T] or [B, T, 1]"
+            f"{key!r} has the shape {list(logprobs.shape)}, the actor's logprobs {list(tokens.mask.shape)}; they must "
+            "be of the same tokens, [B, T] or [B, T, 1]"
         )
-    return found[tokens.mask].detach()
+    return logprobs[tokens.mask].detach()
 
 
 def _check_trained(advantages: Tensor, keys: Any) -> None:
@@ -154,18 +154,18 @@ def _check_trained(advantages: Tensor, keys: Any) -> None:
 
 def _sampled(data: TensorDictBase, keys: Any, current: Tensor) -> Tensor:
     """The recorded logprobs. Those of a response are put at the right end of the row, with NaN before them."""
-    found = get_padded(data, keys.sample_log_prob, 0.0, required=False)
-    if found is None and keys.sample_log_prob == ("log_probs", "full"):
+    logprobs = get_padded(data, keys.sample_log_prob, 0.0, required=False)
+    if logprobs is None and keys.sample_log_prob == ("log_probs", "full"):
         response = get_padded(data, ("log_probs", "response"), float("nan"), required=False)
         if response is not None and response.shape[-1] <= current.shape[-1]:
             return torch.nn.functional.pad(response, (current.shape[-1] - response.shape[-1], 0), value=float("nan"))
-    if found is None:
+    if logprobs is None:
         raise MissingKeyError(
             f"the loss reads {keys.sample_log_prob!r}, the logprobs recorded when sampling, which are not in the data; "
             "set return_log_probs=True on the actor that generates, or name the key with "
             "set_keys(sample_log_prob=...)"
         )
-    return found.squeeze(-1) if found.ndim == current.ndim + 1 else found
+    return logprobs.squeeze(-1) if logprobs.ndim == current.ndim + 1 else logprobs
 
 
 def _unrecorded(sampled: Tensor, mask: Tensor) -> Tensor:
@@ -184,11 +184,12 @@ def _unrecorded(sampled: Tensor, mask: Tensor) -> Tensor:
 def _per_token(advantages: Tensor, mask: Tensor) -> Tensor:
     """Expands advantages [B], [B, 1], [B, T], [B, 1, 1] or [B, T, 1] to [B, T]. Raises DataError: another shape."""
     shape = advantages.shape
-    found = advantages.squeeze(-1) if advantages.ndim == mask.ndim + 1 else advantages
-    found = found.unsqueeze(-1) if found.ndim == mask.ndim - 1 else found
-    if found.ndim != mask.ndim or found.shape[-1] not in (1, mask.shape[-1]) or found.shape[:-1] != mask.shape[:-1]:
+    columns = advantages.squeeze(-1) if advantages.ndim == mask.ndim + 1 else advantages
+    columns = columns.unsqueeze(-1) if columns.ndim == mask.ndim - 1 else columns
+    fits = columns.ndim == mask.ndim and columns.shape[:-1] == mask.shape[:-1]
+    if not fits or columns.shape[-1] not in (1, mask.shape[-1]):
         raise DataError(
             f"the advantages have the shape {list(shape)} for tokens {list(mask.shape)}; give one for each row, "
             "[B, 1, 1], or for each token, [B, T, 1]"
         )
-    return found.expand(mask.shape)
+    return columns.expand(mask.shape)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -176,22 +176,18 @@ def measure_model(role: RoleConfig, *, trained: bool) -> ModelSizes:
         add_adapter(module, role.lora)
     in_4_bits = {x.weight for x in module.modules() if isinstance(x, nn.Linear) and not x.weight.requires_grad}
     in_4_bits -= {module.get_output_embeddings().weight}
-    return _measure(module, dtype, in_4_bits if role.quantization is not None else set())
-
-
-def _measure(module: Any, dtype: torch.dtype, in_4_bits: Collection[Tensor]) -> ModelSizes:
     module.set_attn_implementation(ATTENTION)
     first, second = (_saved_bytes(module, tokens) for tokens in _TRIALS)
     layout = _ShapesLayout(_TRIALS[0])
     _run(module, layout, _TRIALS[0])
-    ids = {id(p) for p in in_4_bits}
-    held = sum(p.numel() * (_BYTES_IN_4_BITS if id(p) in ids else dtype.itemsize) for p in module.parameters())
+    ids = {id(p) for p in in_4_bits} if role.quantization is not None else set()
+    weight_bytes = sum(p.numel() * (_BYTES_IN_4_BITS if id(p) in ids else dtype.itemsize) for p in module.parameters())
     gradients = [p.numel() for p in module.parameters() if p.requires_grad]
     return ModelSizes(
         parameters=sum(p.numel() for p in module.parameters()),
         trained=sum(gradients),
         largest=max(gradients, default=0),
-        weight_bytes=int(held),
+        weight_bytes=int(weight_bytes),
         layers=module.config.get_text_config().num_hidden_layers,
         layer_parameters=max(sum(p.numel() for p in x.parameters()) for x in module.get_decoder().layers),
         kv_bytes=sum(layout.kv_bytes.values()),
@@ -276,7 +272,8 @@ def _held_weights(config: RunConfig, sizes: ModelSizes, num_processes: int) -> l
 
     With several processes trained weights are fp32 shards, which the optimizer updates. The whole model in its compute
     dtype is there during the rollout; during the update, embedding, norm and head, one layer, and the next one.
-    Gradients are whole between the passes of an update, and become shards as the last pass goes through the layers.
+    Gradients are whole between the passes of an update, and become shards as the last pass goes through the layers, or
+    as each pass does (sync_each_microbatch).
     """
     own_critic = isinstance(config, PPORunConfig) and not (config.critic and config.critic.model == "actor")
     models = 2 if own_critic else 1
@@ -293,7 +290,8 @@ def _held_weights(config: RunConfig, sizes: ModelSizes, num_processes: int) -> l
         gathered = Part(gathered.name, float(width * sizes.parameters), float(width * (outside + layers)))
         reference, moments, masters = reference / shards, moments / shards, 0.0
         weights = (4.0 * sizes.trained + width * (sizes.parameters - sizes.trained)) / shards
-        gradients = 4.0 * sizes.trained + min(sizes.trained, sizes.layer_parameters) * (4.0 + width)
+        kept = sizes.trained / shards if config.trainer.sync_each_microbatch else sizes.trained
+        gradients = 4.0 * kept + min(sizes.trained, max(sizes.layer_parameters, outside)) * (4.0 + width)
     return [
         Part("weights" if num_processes == 1 else "shards of weights", models * weights, models * weights),
         gathered,
@@ -318,7 +316,7 @@ def _plan(
     turns = 0.0
     if config.rollout.max_turns > 1 and not bounded:
         turns = float(min(CONVERSATION_BYTES, sizes.kv_bytes * kv_tokens))
-    held = [
+    all_parts = [
         *_held_weights(config, sizes, num_processes),
         Part(f"activations, {own_tokens:,} tokens", 0.0, sizes.activations(own_tokens, checkpointing)),
         Part("logits of the head, in parts", 0.0, 3.0 * CHUNK_BYTES),
@@ -326,7 +324,7 @@ def _plan(
         Part("KV of earlier turns", turns, 0.0),
         Part("reserve", RESERVE, RESERVE),
     ]
-    parts = tuple(part for part in held if part.rollout or part.update)
+    parts = tuple(part for part in all_parts if part.rollout or part.update)
     return MemoryPlan(parts, tokens, checkpointing, kv_tokens)
 
 
@@ -352,12 +350,13 @@ def free_gpu_memory() -> float | None:
 C = TypeVar("C", bound=RunConfig)
 
 
-def choose_settings(config: C, memory: float) -> C:
+def choose_settings(config: C, memory: float, num_processes: int = 1) -> C:
     """Sets what the user left open so that a run fits a GPU, and logs one line with the choice and its reason.
 
     Args:
-        config: of a run on one GPU with the embedded engine, whose lengths are set.
-        memory: free bytes of the GPU.
+        config: of a run with the embedded engine, whose lengths are set.
+        memory: free bytes of the GPU; of several, of the one that has the least.
+        num_processes: each has a GPU; see plan_memory.
     Returns: the configuration with the token budget, the checkpointing and the bound of the KV cache of its plan. It
         is unchanged if the model's sizes can't be counted.
     Raises: ConfigError: no setting fits; the largest part and what makes it smaller. Where the user set all three, or
@@ -365,18 +364,22 @@ def choose_settings(config: C, memory: float) -> C:
     """
     try:
         sizes = measure_model(config.actor, trained=True)
-        others = [role for role in (config.teacher, config.reward_model) if role is not None and role.model is not None]
-        read = sum(measure_model(role, trained=False).weight_bytes for role in others)
+        sizes_of = lambda role: measure_model(role, trained=False).weight_bytes if role and role.model else 0
+        teacher, reward = sizes_of(config.teacher), sizes_of(config.reward_model)
+        shards = num_processes // config.trainer.data_parallel_replicate_size
+        read = (teacher + reward) / shards + (reward if num_processes > 1 else 0)  # which is whole while it scores
     except Exception as error:  # such as a model with code of its own, which the meta device can't run
         log.warning("memory is not planned, because the model's sizes can't be counted: %s", error)
         return config
-    plan = plan_memory(config, sizes, memory=memory - read)
+    plan = plan_memory(config, sizes, memory=memory - read, num_processes=num_processes)
     words = " ".join(with_settings(config, plan))
     needs = f"the largest phase needs {(plan.peak + read) / GB:.1f} GB by plan, {memory / GB:.1f} GB are free"
     if plan.peak + read > memory:
         part = max(plan.parts, key=lambda part: part.rollout if plan.rollout >= plan.update else part.update)
         size = max(part.rollout, part.update) / GB
-        message = f"{needs}; the largest part is {part.name}: {size:.1f} GB. Try {ways_to_fit(config, part)}"
+        message = (
+            f"{needs}; the largest part is {part.name}: {size:.1f} GB. Try {ways_to_fit(config, part, num_processes)}"
+        )
         trainer, rollout, mode = config.trainer, config.rollout, config.actor.gradient_checkpointing
         if config.offload_to_cpu or (trainer.max_tokens_per_microbatch and rollout.kv_cache_tokens and mode != "auto"):
             log.warning("the run may not fit: %s", message)
@@ -413,5 +416,6 @@ def ways_to_fit(config: RunConfig, part: Part | None = None, num_processes: int 
     elif config.actor.quantization is None and num_processes == 1:
         ways.append("actor.quantization=nf4")
     if num_processes > 1:
+        ways += [] if config.trainer.sync_each_microbatch else ["trainer.sync_each_microbatch=true"]
         ways += ["more processes", "a larger trainer.context_parallel_size"]
     return " or ".join(ways or ["a smaller model"])

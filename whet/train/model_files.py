@@ -165,8 +165,8 @@ class ModelFiles:
             learned = is_prompt_tuned(self.loaded.module)
             path = _state_folder(folder) / ENCODER if learned else folder / ADAPTER_WEIGHTS
             try:
-                found = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path).items()}
-                load_adapter_weights(self.loaded.module, found, str(path), self.masters)
+                adapter = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path).items()}
+                load_adapter_weights(self.loaded.module, adapter, str(path), self.masters)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(
                     f"{path} can't be read ({error}); resume from an earlier step-* folder"
@@ -195,13 +195,13 @@ class ModelFiles:
         """A context in which the module's parameters are the fp32 masters."""
         masters = self.masters
         params = dict(self.loaded.module.named_parameters())
-        held = {n: p.data for n, p in params.items() if n in masters and masters[n] is not p}
+        originals = {n: p.data for n, p in params.items() if n in masters and masters[n] is not p}
         try:
-            for name in held:
+            for name in originals:
                 params[name].data = masters[name].data
             yield
         finally:
-            for name, data in held.items():
+            for name, data in originals.items():
                 params[name].data = data
 
 

@@ -277,10 +277,10 @@ class Optim:
             schedule.load_state_dict(rest["schedule"])
             self.schedule = schedule
         current = self.optimizer.state_dict()["param_groups"]
-        found = [g | {"params": now["params"]} for g, now in zip(saved, current, strict=True)]
+        param_groups = [g | {"params": now["params"]} for g, now in zip(saved, current, strict=True)]
         try:
             state = {i: self._shard(name, entries[name]) for i, name in enumerate(flat) if name in entries}
-            self.optimizer.load_state_dict({"state": state, "param_groups": found})
+            self.optimizer.load_state_dict({"state": state, "param_groups": param_groups})
         except (KeyError, ValueError) as e:
             raise CheckpointError(f"{path}: the optimizer state does not fit this model ({e})") from e
         for group, new, old in zip(self.optimizer.param_groups, self.initial_settings, before, strict=True):

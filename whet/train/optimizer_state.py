@@ -101,7 +101,13 @@ def unflatten_state(
     """
     values: dict[str, Any] = {**tensors, **plain}
     for name, description in wrapped.items():
-        cls = _class(description["kind"])
+        kind = description["kind"]
+        if kind not in WRAPPED:
+            raise CheckpointError(f"the optimizer's state holds a {kind!r}; known: {', '.join(WRAPPED)}")
+        try:
+            cls: Any = resolve_ref(f"{WRAPPED[kind]}:{kind}", "optimizer state")
+        except ConfigError as error:
+            raise CheckpointError(f"the optimizer's state holds a {kind}: {error}") from error
         parts = {part: values.pop(f"{name}.{part}") for part in description["parts"]}
         values[name] = cls.__tensor_unflatten__(parts, description["context"], None, None)
     known = frozenset(parameters)
@@ -124,15 +130,6 @@ def _split(name: str, parameters: Collection[str]) -> tuple[str, str]:
             "the model and the frozen layers that it was saved with, or start a new run from its weights"
         )
     return parameter, key
-
-
-def _class(kind: str) -> Any:
-    if kind not in WRAPPED:
-        raise CheckpointError(f"the optimizer's state holds a {kind!r}; known: {', '.join(WRAPPED)}")
-    try:
-        return resolve_ref(f"{WRAPPED[kind]}:{kind}", "optimizer state")
-    except ConfigError as error:
-        raise CheckpointError(f"the optimizer's state holds a {kind}: {error}") from error
 
 
 def _copy_to_cpu(value: Tensor) -> Tensor:

@@ -1,20 +1,27 @@
 """What an update does when it runs out of GPU memory: it starts again with smaller micro-batches.
 
-No gradient changes, since the weights of a loss are made once for the whole batch. Left out on purpose: updates of
-several processes, which must run the same passes, and other phases than the update.
+No gradient changes, since the weights of a loss are made once for the whole batch. Several processes can't start an
+update again: the others wait in a collective in the middle of a pass. The one that ran out of memory writes a token
+budget next to the checkpoints, with which all of them continue after a restart. Left out on purpose: other phases than
+the update.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from whet.errors import DataError
 from whet.packing.micro_batch import MicroBatch
+from whet.storage.files import read_json, to_json, write_atomic
 
-__all__ = ["log_smaller_budget", "out_of_memory_note", "smaller_budget"]
+__all__ = ["log_smaller_budget", "out_of_memory_note", "read_budgets", "smaller_budget", "write_budgets"]
 
 log = logging.getLogger("whet")
+
+BUDGETS = "micro_batch_tokens.json"
+"""The file next to the checkpoints: {"actor": tokens}."""
 
 
 def smaller_budget(plan: Callable[[int], Sequence[MicroBatch]], budget: int) -> int | None:
@@ -51,12 +58,36 @@ def log_smaller_budget(before: int, after: int) -> None:
     )  # fmt: skip
 
 
-def out_of_memory_note(configured: int, last: int, *, is_repeatable: bool) -> str:
+def write_budgets(root: Path, budgets: Mapping[str, int]) -> None:
+    """Notes token budgets for the next start. Args: root: of the checkpoints. budgets: role -> tokens."""
+    before = read_budgets(root)
+    smallest = {role: min(tokens, before.get(role, tokens)) for role, tokens in budgets.items()}
+    write_atomic(root / BUDGETS, to_json({**before, **smallest}).encode())
+    log.warning("after a restart with trainer.resume=latest, micro-batches have at most %s tokens", smallest)
+
+
+def read_budgets(root: Path) -> dict[str, int]:
+    """The token budgets that `write_budgets` noted; {} = none."""
+    try:
+        found = read_json(root / BUDGETS)
+    except (OSError, ValueError):
+        return {}
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {role: tokens for role, tokens in pairs if type(tokens) is int and tokens > 0}
+
+
+def out_of_memory_note(configured: int, last: int, *, is_repeatable: bool, after_restart: int | None = None) -> str:
     """What helps after an update that ran out of memory.
 
     Args: configured: the configured token budget. last: the budget of the last try. is_repeatable: whether smaller
-        micro-batches were tried.
+        micro-batches were tried. after_restart: the budget of several processes after a restart.
     """
+    if after_restart is not None:
+        return (
+            f"The update ran out of memory with {last} tokens in a micro-batch. Several processes can't repeat it; "
+            "start the run again with trainer.resume=latest, as torchrun --max-restarts does: it continues with at "
+            f"most {after_restart} tokens, which changes no gradient"
+        )
     resume = "continue from the last checkpoint with trainer.resume=latest trainer.allow_config_change=true"
     if not is_repeatable:
         return (

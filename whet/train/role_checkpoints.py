@@ -44,6 +44,7 @@ from whet.storage.checkpoint import (
 from whet.storage.files import remove_path
 from whet.storage.folder_lock import FolderLock
 from whet.storage.run_state_validation import read_run_state
+from whet.train.out_of_memory import BUDGETS, read_budgets, write_budgets
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import ModelWorker
 
@@ -116,8 +117,7 @@ class Checkpoints:
 
         Removes the folder if this run created it and it is empty.
         """
-        if self._background is not None:
-            self._background.join()
+        self.join()
         if self._lock is not None:
             self._lock.release()
             with suppress(OSError):  # a folder that isn't empty stays
@@ -247,6 +247,11 @@ class Checkpoints:
         self._background = _BackgroundSave(step, lambda: save(threads, staged), tidy)
         return self.of_step(step)
 
+    def join(self) -> None:
+        """Waits until the asynchronous save, if one runs, has ended in this process, and so its files are written."""
+        if self._background is not None:
+            self._background.join()
+
     def wait(self) -> None:
         """Waits until the asynchronous save, if one runs, has ended on every rank. Every rank must call it.
 
@@ -321,6 +326,26 @@ class Checkpoints:
         write_pointer(self.root, f"step-{self._protected[name]:06d}", name)
         return True
 
+    def write_token_budgets(self) -> None:
+        """Notes for a restart the token budgets of updates that ran out of memory in this process, if any did."""
+        budgets = {role.value: trainer.worker.tokens_after_restart for role, trainer in self.trainers.items()}
+        known_budgets = {role: tokens for role, tokens in budgets.items() if tokens is not None}
+        if self.root is not None and known_budgets:
+            write_budgets(self.root, known_budgets)
+
+    def restore_token_budgets(self) -> None:
+        """Takes over what `write_token_budgets` noted, on every rank."""
+        budgets = self.ranks.broadcast({} if self.root is None else read_budgets(self.root))
+        for role, trainer in self.trainers.items():
+            if role.value in budgets:
+                trainer.worker.limit_tokens(budgets[role.value])
+                log.warning(
+                    "the %s's updates have at most %d tokens in a micro-batch, since one ran out of memory before (%s)",
+                    role.value,
+                    budgets[role.value],
+                    BUDGETS,
+                )
+
     @staticmethod
     def export(
         folder: Path, step: int, worker: ModelWorker, tokenizer: Any, *, merge: bool = False, dtype: str = "auto"
@@ -342,6 +367,8 @@ class Checkpoints:
 
         If the checkpoint is in this run's folder, the run takes over the id of the run that wrote it.
         """
+        from whet.parallel.shards import SHARDS, ShardReader  # imported where shards are read
+
         state = self.state(folder)
         updates = state["updates"]
         counts = [updates.get(role.value) if isinstance(updates, dict) else None for role in self.trainers]
@@ -350,7 +377,7 @@ class Checkpoints:
                 f"{folder / 'run.pt'} has an unexpected format: its updates are {updates!r:.80}; resume from another "
                 "step-* folder"
             )
-        shards = self._shards_of(folder)
+        shards = ShardReader(folder / SHARDS, self.ranks) if (folder / SHARDS).is_dir() else None
         for role, trainer in self.trainers.items():
             own = None if shards is None else shards.under(f"{role.value}.")
             trainer.load(self.place(folder, role.value), skipped=state["skipped"].get(role.value, 0), shards=own)
@@ -362,12 +389,6 @@ class Checkpoints:
         self._load_replaced(folder, state["replaced"], shards)
         if self._is_own(folder):
             self.run = read_run_id(folder)
-
-    def _shards_of(self, folder: Path) -> ShardReader | None:
-        """A reader of the shards of a checkpoint; None = it has whole tensors."""
-        from whet.parallel.shards import SHARDS, ShardReader  # imported where shards are read
-
-        return ShardReader(folder / SHARDS, self.ranks) if (folder / SHARDS).is_dir() else None
 
     def _load_replaced(self, folder: Path, replaced: Collection[str], shards: ShardReader | None) -> None:
         """Restores the read-only roles with replaced weights.

@@ -27,7 +27,7 @@ from whet.models.loaded_model import LoadedModel
 from whet.models.precision import compute_dtype
 from whet.observe.loggers import check_loggers
 from whet.observe.trace import Trace
-from whet.ops import Support
+from whet.ops import LogitsProcessors
 from whet.packing.plan_cache import PlanCache
 from whet.parallel.loading import load_on_writer
 from whet.parallel.placement import Placement
@@ -200,7 +200,7 @@ class RoleWorkers:
         *,
         max_tokens: int,
         trained: bool | None = None,
-        support: Support | None = None,
+        processors: LogitsProcessors | None = None,
         allowed: Allowed | None = None,
     ) -> ModelWorker:
         """Makes the worker of a role. A module keeps its dtype, unless module_dtype is set.
@@ -212,7 +212,7 @@ class RoleWorkers:
             optimizer: replaces the role's own `optim`; None = that.
             max_tokens: of a micro-batch.
             trained: None = the role's default.
-            support, allowed: the distribution of its logprobs; see ModelWorker.
+            processors, allowed: the distribution of its logprobs; see ModelWorker.
         """
         source, dtype = (RoleConfig(model=model) if isinstance(model, str) else model), None
         placement = self._placement(loaded)
@@ -238,7 +238,7 @@ class RoleWorkers:
             loaded,
             optim=optimizer if trained else None,
             dtype=dtype,
-            support=support,
+            processors=processors,
             allowed=allowed,
             max_tokens=max_tokens,
             saturating_tokens=self._loop.saturating_tokens(self.device_of(loaded).type),
@@ -292,7 +292,7 @@ class RoleWorkers:
                     f"{'; '.join(loaded.unpackable_reasons)}; set it to 1"
                 )
             check_heads(loaded.module.config, context, loaded.name)
-            return FSDPPlacement(self._mesh, self.ranks)
+            return FSDPPlacement(self._mesh, self.ranks, sync_each_pass=self._loop.sync_each_microbatch)
         if loaded.is_view:
             return Placement()
         if self._offload and device.type != "cpu":

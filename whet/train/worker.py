@@ -28,7 +28,7 @@ from whet.models.forward import TeacherTarget, head_states, token_stats
 from whet.models.loaded_model import LoadedModel
 from whet.models.lora_layers import base_weights
 from whet.models.quantized import cast_parameters, quantized_layer_names
-from whet.ops import Support, aggregate, segment_count
+from whet.ops import LogitsProcessors, aggregate, segment_count
 from whet.packing.bin_packing import model_cost
 from whet.packing.micro_batch import MicroBatch
 from whet.packing.path_keys import path_keys
@@ -80,8 +80,8 @@ class ModelWorker:
         loaded: the model, from models.load_model.
         optim: its optimizer; None = a model that is not trained (a reference).
         dtype: that the model computes in; None = its own.
-        support: the sampler's distribution, whose logprobs are computed.
-        allowed: the tokens that a constraint allows; required if the support is constrained.
+        processors: make the sampler's distribution, whose logprobs are computed.
+        allowed: the tokens that a constraint allows; required if the processors are constrained.
         max_tokens: the token budget of a micro-batch.
         saturating_tokens: the size from which on a larger micro-batch is no faster; None = unknown.
         max_sequences: the number of sequences of a micro-batch at most; None = limited by the token budget only.
@@ -97,7 +97,7 @@ class ModelWorker:
         *,
         optim: OptimConfig | Callable[..., Any] | None = None,
         dtype: torch.dtype | None = None,
-        support: Support | None = None,
+        processors: LogitsProcessors | None = None,
         allowed: Allowed | None = None,
         max_tokens: int = 16384,
         saturating_tokens: int | None = None,
@@ -114,7 +114,7 @@ class ModelWorker:
             )
         self.loaded = loaded
         self.config = config
-        self.support = support or Support()
+        self.processors = processors or LogitsProcessors()
         self.allowed = allowed
         self.max_tokens = max_tokens
         self.saturating_tokens = saturating_tokens
@@ -123,6 +123,8 @@ class ModelWorker:
         self.plan_cache = plan_cache or PlanCache()
         self.seed = seed
         self.version = 0
+        self.tokens_after_restart: int | None = None
+        """The token budget after a restart of several processes, one of which, this one, ran out of memory."""
         self._smaller_tokens: int | None = None
         """The token budget of an update after one that ran out of memory."""
         self._flops = 0.0
@@ -171,6 +173,10 @@ class ModelWorker:
             backends["layers"] = f"the model's own ({type(self.placement).__name__} holds parameters in parts)"
         return backends
 
+    def limit_tokens(self, tokens: int) -> None:
+        """Lowers the token budget of updates, where all sequences fit into it."""
+        self._smaller_tokens = tokens if self._smaller_tokens is None else min(tokens, self._smaller_tokens)
+
     def plan(self, total_updates: int | None) -> None:
         """Tells the learning-rate schedule how many updates the run will make."""
         if self.optim is not None:
@@ -190,7 +196,7 @@ class ModelWorker:
         batch: TokenBatch,
         *,
         entropy: bool = False,
-        support: Support | None = None,
+        processors: LogitsProcessors | None = None,
         max_sequences: int | None = None,
     ) -> TokenStats:
         """Log-probability (and entropy) of every completion token.
@@ -198,16 +204,16 @@ class ModelWorker:
         Args:
             batch: N sequences.
             entropy: also the entropy of the distribution before each token, in nats.
-            support: instead of the worker's own.
+            processors: instead of the worker's own.
             max_sequences: sequences of one forward pass at most.
         Returns: TokenStats of [S], detached, on the CPU.
         """
         names = ("logprobs", "entropy") if entropy else ("logprobs",)
-        return self._read(batch, names, support or self.support, max_sequences)
+        return self._read(batch, names, processors or self.processors, max_sequences)
 
     def values(self, batch: TokenBatch) -> Tensor:
         """A critic's value of the state before each token: [S], detached, on the CPU."""
-        values = self._read(batch, ("values",), self.support).values
+        values = self._read(batch, ("values",), self.processors).values
         assert values is not None
         return values
 
@@ -216,19 +222,19 @@ class ModelWorker:
 
         Raises: ConfigError: the model has no value head.
         """
-        scores = self._read(batch, ("scores",), self.support).scores
+        scores = self._read(batch, ("scores",), self.processors).scores
         assert scores is not None
         return scores
 
     @torch.no_grad()
     def _read(
-        self, batch: TokenBatch, names: tuple[str, ...], support: Support, max_sequences: int | None = None
+        self, batch: TokenBatch, names: tuple[str, ...], processors: LogitsProcessors, max_sequences: int | None = None
     ) -> TokenStats:
         with self.placement.during("read"):
             out: dict[str, Tensor] = {}
             apart = batch.replace(unit_of=None, unit_weights=None)  # what is read of a sequence needs no other
             for micro, counts in self._own_passes(apart, max_sequences or self.max_read_sequences, "scores" in names):
-                stats = self._stats(micro, support, entropy="entropy" in names, outputs={*names} - {"entropy"})
+                stats = self._stats(micro, processors, entropy="entropy" in names, outputs={*names} - {"entropy"})
                 for name in names:
                     column = getattr(stats, name)
                     size, at = (
@@ -244,7 +250,7 @@ class ModelWorker:
     def _stats(
         self,
         micro: MicroBatch,
-        support: Support,
+        processors: LogitsProcessors,
         *,
         entropy: bool,
         constants: Collection[str] = (),
@@ -253,7 +259,7 @@ class ModelWorker:
     ) -> TokenStats:
         """Runs one forward pass. Returns: the model's statistics of its targets."""
         # the tokens that a constraint allows at each target; None = there is no constraint here
-        matters = support.constrained and not support.full and self.loaded.lm_head.kind != "none"
+        matters = processors.constrained and not processors.full and self.loaded.lm_head.kind != "none"
         allowed = self.allowed(micro) if matters and self.allowed else None
         part = self.placement.split_tokens(micro)
         if allowed is not None and part.share is not None:
@@ -261,7 +267,7 @@ class ModelWorker:
         options = {"constants": constants, "allowed": allowed, "outputs": outputs, "teacher": teacher}
         with self.layers(), self.loaded.use_view():
             stats = self.placement.forward(
-                lambda: token_stats(self.loaded, part, support=support, entropy=entropy, **options)  # pyright: ignore
+                lambda: token_stats(self.loaded, part, processors=processors, entropy=entropy, **options)  # pyright: ignore
             )
         return self.placement.gather_tokens(stats, part)
 
@@ -271,7 +277,7 @@ class ModelWorker:
         if divergence is None:
             return None
         teacher = divergence.teacher
-        temperature, part = self.support.temperature or 1.0, teacher.placement.split_tokens(micro)
+        temperature, part = self.processors.temperature or 1.0, teacher.placement.split_tokens(micro)
         with teacher.layers(), teacher.loaded.use_view():
             states = teacher.placement.forward(lambda: head_states(teacher.loaded, part, temperature))
         return states, divergence.gkd_beta
@@ -371,7 +377,8 @@ class ModelWorker:
             OutOfMemoryError: one sequence or unit alone does not fit.
         """
         options = (entropy, constants, scores, divergence, reductions or {})
-        is_repeatable = self.placement.repeats_passes and self.optim is not None and not self.optim.has_gradient
+        several = not self.placement.repeats_passes
+        is_repeatable = not several and self.optim is not None and not self.optim.has_gradient
         counted = self._flops, self._slowest_work, self._mean_work
         with self.placement.during("backward"), _teacher_on_device(divergence):
             while True:
@@ -382,9 +389,11 @@ class ModelWorker:
                     plan = lambda tokens: self._planned(batch, self.max_sequences, scores, tokens)
                     tried = self._planned_within(batch, self.max_sequences, scores, self._smaller_tokens)
                     used = max(micro.num_tokens for micro in tried)
-                    smaller = smaller_budget(plan, used) if is_repeatable else None
-                    if smaller is None:
-                        error.add_note(out_of_memory_note(self.max_tokens, last, is_repeatable=is_repeatable))
+                    smaller = smaller_budget(plan, used) if is_repeatable or several else None
+                    if smaller is None or several:
+                        self.tokens_after_restart = smaller
+                        retried = {"is_repeatable": is_repeatable, "after_restart": smaller}
+                        error.add_note(out_of_memory_note(self.max_tokens, last, **retried))
                         raise
                 # the error, which held the tensors of the pass, is gone here
                 self._flops, self._slowest_work, self._mean_work = counted
@@ -431,7 +440,7 @@ class ModelWorker:
             self.placement.set_gradient_sync(i == len(shared) - 1)
             with self._dropout(micro) if backward else nullcontext():
                 teacher = self._teacher_target(micro, divergence)
-                stats = self._stats(micro, self.support, entropy=entropy, constants=constants, teacher=teacher)
+                stats = self._stats(micro, self.processors, entropy=entropy, constants=constants, teacher=teacher)
                 x = make_loss_inputs(token_columns, sequence_columns, micro, stats)
                 losses, values = loss(x)
                 weights = x.need("weights") if unit_weights is None else unit_weights.index_select(0, micro.units)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from whet.fronts.command import run_command, run_main
+from whet.compat.command import run_command, run_main
 
 __all__ = ["main", "run"]
 

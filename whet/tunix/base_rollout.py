@@ -37,7 +37,7 @@ BEYOND = {
     "constraint": None,
     "forbidden_ids": "forbidden_tokens",
     "generation_kwargs": None,
-    "logprob_support": "logprob_support",
+    "logprobs_mode": "logprobs_mode",
     "min_p": "min_p",
     "min_tokens": "min_tokens",
     "repetition_penalty": "repetition_penalty",

@@ -19,7 +19,7 @@ from whet.config import Mode, Role
 from whet.config.base import check_instance
 from whet.errors import ConfigError
 from whet.observe.trace import Trace
-from whet.ops import Support
+from whet.ops import LogitsProcessors
 from whet.rollout import resolve_engine
 from whet.rollout.base import RolloutEngine
 from whet.rollout.text import as_batch, encode_texts
@@ -220,9 +220,9 @@ class RLEngine(cluster.RLCluster):
         """
         eos = [eos_id] if isinstance(eos_id, int) else list(eos_id)
         batch, mask = padded_batch(prompt_tokens, completion_tokens, pad_id, eos)
-        support = None if temperature is None else Support(temperature=temperature, full=True)
+        processors = None if temperature is None else LogitsProcessors(temperature=temperature, full=True)
         check_ids(batch, self.worker(role).loaded.num_ids, f"the {role.value}")
-        stats = self.worker(role).logprobs(batch, support=support, max_sequences=micro_batch_size)
+        stats = self.worker(role).logprobs(batch, processors=processors, max_sequences=micro_batch_size)
         assert stats.logprobs is not None
         return pad_column(stats.logprobs, mask)
 

@@ -314,14 +314,14 @@ class RolloutConfig(core.RolloutConfig):
             return arguments
         if "eval" in values:
             values = {**values, "eval": resolve_length_alias(values["eval"], "max_tokens_to_generate")}
-        found = {name: value for name, value in values.items() if name not in FLAT_NAMES}
+        sections = {name: value for name, value in values.items() if name not in FLAT_NAMES}
         for flat in FLAT_NAMES.keys() & values.keys():
             section, name = FLAT_NAMES[flat]
-            options = found.get(section, {})
+            options = sections.get(section, {})
             if not isinstance(options, Mapping) or name in options:
                 raise ConfigError(f"{flat} and {section}.{name} are the same key; give it once, as {section}.{name}")
-            found[section] = {**options, name: values[flat]}
-        return ArgsKwargs((), found) if isinstance(arguments, ArgsKwargs) else found
+            sections[section] = {**options, name: values[flat]}
+        return ArgsKwargs((), sections) if isinstance(arguments, ArgsKwargs) else sections
 
     def __getattr__(self, name: str) -> Any:
         """An engine's field by its long name."""

@@ -352,18 +352,18 @@ def _reward_metrics(rewards: RewardBatch) -> dict[str, float]:
     [1.5, 1.25, 0.0, 2.0, 1.5]
     """
     total = rewards.total[~np.isnan(rewards.total)]
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     if len(total):
-        found |= {f"rewards/score/{how}": float(getattr(total, how)()) for how in ("mean", "max", "min")}
+        metrics |= {f"rewards/score/{how}": float(getattr(total, how)()) for how in ("mean", "max", "min")}
     table = np.stack([*rewards.table.values()], 1) if rewards.table else np.empty((0, 1))  # [J f]
     table = table[~np.isnan(table).all(1)]
     if len(table):
-        found["rewards/sum"], found["rewards/mean"] = (
+        metrics["rewards/sum"], metrics["rewards/mean"] = (
             float(np.nansum(table, 1).mean()),
             float(np.nanmean(table, 1).mean()),
         )
-        found["rewards/min"], found["rewards/max"] = float(np.nanmin(table)), float(np.nanmax(table))
-    return found
+        metrics["rewards/min"], metrics["rewards/max"] = float(np.nanmin(table)), float(np.nanmax(table))
+    return metrics
 
 
 def _external_metrics(step: Step) -> dict[str, tuple[Any, Any]]:

@@ -39,8 +39,8 @@ def resolve_length_alias(arguments: Any, own: str) -> Any:
         raise ConfigError(f"{' and '.join(names)} are the same length; give only {own}")
     if names in ([], [own]):
         return arguments
-    found = {own if key in names else key: value for key, value in words.items()}
-    return ArgsKwargs((), found) if isinstance(arguments, ArgsKwargs) else found
+    renamed = {own if key in names else key: value for key, value in words.items()}
+    return ArgsKwargs((), renamed) if isinstance(arguments, ArgsKwargs) else renamed
 
 
 def accepts_length_aliases(own: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

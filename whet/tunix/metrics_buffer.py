@@ -61,10 +61,10 @@ class MetricsBuffers:
 
     def take(self, step: int, mode: Mode) -> dict[str, float]:
         """Takes what was buffered for a step and all before it, as numbers."""
-        found: dict[str, float] = {}
+        reduced: dict[str, float] = {}
         for key in sorted(k for k in self._buffers if k[0] <= step and k[1] == mode.value):
             buffer = self._buffers.pop(key)
-            found |= buffer.reduced()
+            reduced |= buffer.reduced()
             if self.external_logger is not None:
                 self.external_logger(buffer)
-        return found
+        return reduced

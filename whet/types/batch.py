@@ -289,6 +289,10 @@ class TokenBatch(Columns):
         if empty := [i for i, c in enumerate(completions) if len(c.tokens) == 0]:
             raise DataError(f"completion {empty[0]} has no tokens; every completion has at least its stop token")
         versions = _joined([c.versions for c in completions], torch.int32)
+        rewards = {}
+        if any(c.token_rewards is not None for c in completions):
+            each = [np.zeros(len(c.tokens)) if c.token_rewards is None else c.token_rewards for c in completions]
+            rewards["episode_rewards"] = _joined(each, torch.float64)
         return cls(
             prefixes=_joined(prefixes, torch.long),
             prefix_ends=torch.tensor([len(p) for p in prefixes]).cumsum(0),
@@ -301,6 +305,7 @@ class TokenBatch(Columns):
                 "mask": versions >= 0,
                 "sampler_logprobs": _joined([c.logprobs for c in completions], torch.float32),
                 "versions": versions,
+                **rewards,
             },
         )
 

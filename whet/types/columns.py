@@ -82,6 +82,8 @@ class Columns:
     """Float: the critic's values of the states before each token, at rollout."""
     token_rewards = OptionalColumn()
     """Float: the reward of each token, if rewards are not of whole trajectories."""
+    episode_rewards = OptionalColumn()
+    """Float64: the part of an episode's reward that its environment gave at each token."""
     returns = OptionalColumn()
     """Float: the targets of the critic's values."""
     advantages = OptionalColumn()

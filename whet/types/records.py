@@ -56,7 +56,7 @@ class Completion:
     tokens: np.ndarray
     """int32 [C]: all tokens after the prefix, stop token and environment tokens included."""
     logprobs: np.ndarray
-    """float32 [C]: the sampler's log-probabilities, under logprob_support; 0 at tokens that were not sampled."""
+    """float32 [C]: the sampler's log-probabilities, under logprobs_mode; 0 at tokens that were not sampled."""
     versions: np.ndarray
     """int32 [C]: the policy version that sampled each token; -1 = not sampled, so the mask is versions >= 0."""
     finish_reason: FinishReason
@@ -65,6 +65,9 @@ class Completion:
     """The number of the trajectory in its group, 0..G-1. All forks of one episode have the same number."""
     prefix: np.ndarray | None = None
     """int32 [P']: a fork's own prefix; None = the group's prompt."""
+    token_rewards: np.ndarray | None = None
+    """float64 [C]: rewards that the environment gave at single tokens (of a turn, at its last one). The reward of the
+    episode contains them. None = none."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Status, turns, tools: stored as JSON with the completion. A loss does not see it."""
     logits: np.ndarray | None = None

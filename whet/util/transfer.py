@@ -78,10 +78,10 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     >>> to_host([torch.tensor([1, 2]), torch.tensor([0.5])])
     [tensor([1, 2]), tensor([0.5000])]
     """
-    found = [x.detach() for x in tensors]
-    if len(found) < 2 or found[0].device.type == "cpu":
-        return [x.cpu() for x in found]
+    detached = [x.detach() for x in tensors]
+    if len(detached) < 2 or detached[0].device.type == "cpu":
+        return [x.cpu() for x in detached]
     parts = []
-    for x in found:
+    for x in detached:
         parts += [x.contiguous().view(-1).view(torch.uint8), x.new_empty(-x.nbytes % ALIGNMENT, dtype=torch.uint8)]
-    return _unpack(torch.cat(parts).cpu(), found)
+    return _unpack(torch.cat(parts).cpu(), detached)

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from chat_templates import QWEN3
+from chat_templates import QWEN3, TOOLS
 from environment_runs import PLAIN, WORLD, batch_of, encoder, learner, run_conversation
 from helpers import END, one_by_one, rows, same, tiny_model, weights_of
 
@@ -138,6 +138,18 @@ def test_what_reset_returns_is_in_the_episode_s_own_prompt(goal, rest):
     texts = [rest] if goal == 3 else ["2+3=", rest]
     messages = [{"role": "user", "content": text} for text in texts]
     assert encode({"prompt": messages}).tokens.tolist() == contexts[0]
+
+
+def test_what_reset_adds_counts_in_the_tokens_of_the_episode_and_not_of_the_prompt():
+    encode = encoder()
+    length = len(encode({"prompt": "2+3="}).tokens)
+    encode.max_prompt_length = length
+    _, (c,), _ = run_conversation(Guess, ["1", "3"], encode=encode, max_tokens=30)
+    added = len(c.prefix) - length
+    assert added == len(" (below 8)") and c.info["status"] == "out of context" and len(c.tokens) <= 30 - added
+    for limit in ({"max_tokens": added}, {"max_length": length + added}):
+        with pytest.raises(DataError, match=f"reset of Guess adds {added} tokens to the prompt"):
+            run_conversation(Guess, ["1"], encode=encode, **limit)
 
 
 def test_an_episode_ends_by_done_and_the_last_turn_reaches_the_environment():
@@ -345,3 +357,68 @@ def test_rewards_of_functions_are_added_and_a_greedy_one_is_refused(world, calls
     environment.__name__ = "environment"
     with pytest.raises(ConfigError, match=r"like the reward of rollout\.env_path; rename it"):
         learner(world, reward=environment)
+
+
+# ---- rewards of turns ------------------------------------------------------------------------------------------------
+
+
+class Rewarded(Guess):
+    """The game with a reward for each turn: a tenth of the characters, and none for a turn of one."""
+
+    def step(self, message):
+        self.last = message["content"]
+        return super().step(message)
+
+    async def get_turn_reward(self):
+        return None if len(self.last) == 1 else len(self.last) / 10
+
+
+@pytest.mark.parametrize("template", [TOOLS, QWEN3])
+def test_a_turn_s_reward_is_at_its_last_token_and_in_the_episode_s(template):
+    said = ["<think>\na\n</think>\n\n12", "1", "234", "3"]
+    episode, made, _ = run_conversation(Rewarded, said, encode=encoder(None, template))
+    assert len(made) == (4 if template is QWEN3 else 1)
+    want = [len(said[0]) / 10, 0.0, 0.3, 0.0]
+    assert episode.rewards == {ENVIRONMENT_REWARD: pytest.approx(sum(want) + 1 - 0.4)}
+    found = np.concatenate([c.token_rewards[c.versions >= 0] for c in made])
+    lengths = [len(text) + 1 for text in said]
+    assert found[np.cumsum(lengths) - 1].tolist() == want and np.count_nonzero(found) == 2
+    assert all((c.token_rewards[c.versions < 0] == 0).all() for c in made)
+
+
+@pytest.mark.parametrize("kind", [GRPOLearner, PPOLearner])
+def test_estimators_get_the_rewards_of_turns(kind, calls, tmp_path):
+    """Advantages by hand: with turn_rloo the return from the turn on less the other's; with gae without a discount."""
+    turn_reward = "    def get_turn_reward(self):\n        return len(self.seen) * self.seen[-1] / 8\n\n"
+    text = WORLD.replace("    async def get_reward", turn_reward + "    async def get_reward")
+    (tmp_path / "env.py").write_text(text)
+    algo = {"advantage_estimator": "turn_rloo", "num_generations": 2, "gamma": 0.5}
+    if kind is PPOLearner:
+        algo = {"num_generations": 2, "gae_lambda": 1.0, "gamma": 1.0, "whiten_advantages": False}
+    made = learner(f"{tmp_path}/env.py:World", kind, algo=algo)
+    step, _ = batch_of(made, 3)
+    batch = made.assign_advantages(made.score(made.batch(step))).batch
+    gamma, returns = algo["gamma"], []
+    for c, total in zip([c for g in step.groups for c in g.completions], step.rewards.total, strict=True):
+        ends = np.cumsum(turn_lengths(c)) - 1
+        each = c.token_rewards[c.versions >= 0][ends]
+        assert len(each) == c.info["turns"] and (each > 0).all() and c.token_rewards.sum() == pytest.approx(each.sum())
+        each[-1] += total - each.sum()  # the outcome
+        returns.append([sum(gamma ** (m - k) * each[m] for m in range(k, len(each))) for k in range(len(each))])
+    assert len({len(of) for of in returns}) > 1
+    advantages = np.split(batch.advantages.numpy(), batch.ends[:-1].numpy())
+    values = None if kind is GRPOLearner else np.split(batch.values.numpy(), batch.ends[:-1].numpy())
+    for i, c in enumerate(c for g in step.groups for c in g.completions):
+        other, turn = returns[i ^ 1], np.repeat(np.arange(len(returns[i])), turn_lengths(c))
+        baseline = [other[min(k, len(other) - 1)] for k in turn] if values is None else values[i][c.versions >= 0]
+        want = np.array([returns[i][k] for k in turn]) - baseline
+        assert advantages[i][c.versions >= 0] == pytest.approx(want, abs=1e-4)
+
+
+def test_a_reward_of_a_turn_that_is_no_number_is_refused():
+    class Wrong(Rewarded):
+        def get_turn_reward(self):
+            return float("inf")
+
+    with pytest.raises(RewardError, match="get_turn_reward of Wrong returned inf; return a finite number"):
+        run_conversation(Wrong, ["1"])

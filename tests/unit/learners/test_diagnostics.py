@@ -15,7 +15,7 @@ from whet.config import DataConfig, GRPOConfig, Mode
 from whet.config.monitoring import Band
 from whet.learners.diagnostics import REPEAT_FACTOR, Diagnostics, num_choices
 from whet.learners.grpo import GRPOLearner
-from whet.ops import Support, grpo_advantages
+from whet.ops import LogitsProcessors, grpo_advantages
 from whet.rewards.manager import RewardManager
 from whet.types import Group, TokenBatch
 
@@ -211,9 +211,9 @@ def test_a_policy_that_is_certain_of_everything_is_said(diagnostics, caplog, ent
     assert second.startswith("for 100 steps, since step 3: ")
 
 
-@pytest.mark.parametrize(("support", "choices"), [({}, 264), ({"top_k": 20}, 20), ({"forbidden_ids": (0, 5)}, 262)])
-def test_a_policy_that_draws_evenly_is_said(caplog, support, choices, monkeypatch, diagnostics):
-    monkeypatch.setattr(diagnostics.cluster.actor, "support", Support(**support))
+@pytest.mark.parametrize(("processors", "choices"), [({}, 264), ({"top_k": 20}, 20), ({"forbidden_ids": (0, 5)}, 262)])
+def test_a_policy_that_draws_evenly_is_said(caplog, processors, choices, monkeypatch, diagnostics):
+    monkeypatch.setattr(diagnostics.cluster.actor, "processors", LogitsProcessors(**processors))
     watch(diagnostics, 1, 20, sample(), {"entropy/token_mean": math.log(choices) * 0.99})
     assert said(caplog) == []
     watch(diagnostics, 21, 30, sample(), {"entropy/token_mean": math.log(choices)})
@@ -222,9 +222,12 @@ def test_a_policy_that_draws_evenly_is_said(caplog, support, choices, monkeypatc
 
 
 def test_how_many_tokens_can_be_drawn():
-    assert num_choices(Support(top_p=0.9), 10) == 9 and num_choices(Support(top_k=3, full=True), 10) == 10
-    assert num_choices(Support(constrained=True), 10) is None
-    assert num_choices(Support(forbidden_ids=(1, 1, 99)), 10) == 9
+    assert (
+        num_choices(LogitsProcessors(top_p=0.9), 10) == 9
+        and num_choices(LogitsProcessors(top_k=3, full=True), 10) == 10
+    )
+    assert num_choices(LogitsProcessors(constrained=True), 10) is None
+    assert num_choices(LogitsProcessors(forbidden_ids=(1, 1, 99)), 10) == 9
 
 
 # ---- resuming ------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from whet.errors import ConfigError, DataError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.teacher import with_teacher
 from whet.models.load import load_model, save_model
-from whet.ops import Support, generalized_jsd, gkd, reinforce, token_weights
+from whet.ops import LogitsProcessors, generalized_jsd, gkd, reinforce, token_weights
 from whet.ops.policy_losses import compares_with_teacher
 from whet.train.worker import Divergence, ModelWorker
 
@@ -85,7 +85,11 @@ def test_loss_and_gradient_are_those_of_whole_logits_however_the_batch_is_cut(be
     reader, before = ModelWorker(load_model(teacher, role="teacher")), weights_of(teacher)
     for tokens, sequences in ((10_000, None), (40, None), (10_000, 1)):
         student.zero_grad()
-        options = {"support": Support(temperature=temperature), "max_tokens": tokens, "max_sequences": sequences}
+        options = {
+            "processors": LogitsProcessors(temperature=temperature),
+            "max_tokens": tokens,
+            "max_sequences": sequences,
+        }
         worker = ModelWorker(load_model(student), optim=OptimConfig(name="sgd"), **options)
         found = worker.forward_backward(batch, gkd_of_trained, divergence=Divergence(reader, beta))
         assert found["loss"].value == pytest.approx(total.item(), rel=1e-10)
@@ -98,7 +102,7 @@ def test_loss_and_gradient_are_those_of_whole_logits_however_the_batch_is_cut(be
 
 def test_a_support_that_is_cut_has_no_whole_distribution():
     batch = random_batch((3, [2])).replace(weights=torch.ones(2))
-    worker = ModelWorker(load_model(tiny_model()), optim=OptimConfig(), support=Support(top_k=3))
+    worker = ModelWorker(load_model(tiny_model()), optim=OptimConfig(), processors=LogitsProcessors(top_k=3))
     with pytest.raises(ConfigError, match="compares full distributions, which may have a temperature only"):
         worker.forward_backward(batch, gkd, divergence=Divergence(ModelWorker(load_model(tiny_model(1)))))
 
@@ -187,7 +191,7 @@ def test_a_vocabulary_may_be_padded_otherwise(loss, ids):
     made = cluster(
         tiny_model(0, **SMALL),
         teacher=teacher,
-        rollout={"forbidden_tokens": tuple(range(259, 264)), "logprob_support": "full"},
+        rollout={"forbidden_tokens": tuple(range(259, 264)), "logprobs_mode": "full"},
     )
     row = learner(loss, made=made).train(rows(2)).rows[0]
     assert row["grad_norm"] > 0
@@ -229,8 +233,8 @@ def test_another_tokenizer_is_refused(tmp_path, caplog):
     [
         ("distillation", False, {}, r"learns from a teacher; pass RLCluster\(teacher=...\)"),
         ("gkd", False, {}, r"learns from a teacher; pass RLCluster\(teacher=...\)"),
-        ("gkd", True, {"top_k": 5}, "set rollout.logprob_support=full"),
-        ("gkd", True, {"forbidden_tokens": (1,)}, "set rollout.logprob_support=full"),
+        ("gkd", True, {"top_k": 5}, "set rollout.logprobs_mode=full"),
+        ("gkd", True, {"forbidden_tokens": (1,)}, "set rollout.logprobs_mode=full"),
     ],
 )
 def test_what_does_not_fit_is_said_at_once(loss, teacher, rollout, message):

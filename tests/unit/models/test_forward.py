@@ -10,7 +10,7 @@ from whet.models import forward
 from whet.models.forward import token_stats
 from whet.models.heads import Head
 from whet.models.load import load_model
-from whet.ops.support import Support, support_logits
+from whet.ops.logits_processors import LogitsProcessors, process_logits
 from whet.packing.micro_batch_planner import plan_micro_batches
 from whet.types import Completion, Group, Prompt, TokenBatch
 from whet.types.loss import CONSTANTS
@@ -60,7 +60,7 @@ def batch():
 BATCH = batch()
 
 
-def oracle(model, support, head=lambda x: x):
+def oracle(model, processors, head=lambda x: x):
     """Token by token from transformers' own logits: [S] logprobs and entropies."""
     model.set_attn_implementation("eager")
     logprobs, entropies = [], []
@@ -74,8 +74,8 @@ def oracle(model, support, head=lambda x: x):
             place = len(BATCH.prefix(i)) + t
             seen = torch.zeros(1, VOCAB, dtype=torch.bool)
             seen[0, ids[:place]] = True
-            z = support_logits(
-                logits[place - 1 : place], support, seen=seen, position=torch.tensor([t]), keep=torch.tensor([token])
+            z = process_logits(
+                logits[place - 1 : place], processors, seen=seen, position=torch.tensor([t]), keep=torch.tensor([token])
             )
             logp = z.log_softmax(-1)[0]
             logprobs.append(logp[token])
@@ -85,10 +85,10 @@ def oracle(model, support, head=lambda x: x):
     return torch.stack(logprobs), torch.stack(entropies)
 
 
-def run(loaded, support=Support(), entropy=True, **plan):
+def run(loaded, processors=LogitsProcessors(), entropy=True, **plan):
     logprobs, entropies = torch.zeros(2, BATCH.num_tokens)
     for micro in plan_micro_batches(BATCH, **{"max_tokens": 1000, **plan}):
-        stats = token_stats(loaded, micro, support=support, entropy=entropy)
+        stats = token_stats(loaded, micro, processors=processors, entropy=entropy)
         (stats.logprobs.sum() + (0 if stats.entropy is None else stats.entropy.sum())).backward()
         logprobs[micro.token_index] = stats.logprobs.detach().float()
         if entropy:
@@ -99,14 +99,16 @@ def run(loaded, support=Support(), entropy=True, **plan):
 
 
 SUPPORTS = {
-    "temperature": Support(temperature=0.6),
-    "greedy is scored at temperature 1": Support(temperature=0.0),
-    "full leaves the truncation out": Support(temperature=0.6, top_k=2, full=True),
-    "top-k": Support(top_k=4),
-    "top-p, min-p": Support(top_p=0.7, min_p=0.05, temperature=1.4),
-    "repetition penalty": Support(repetition_penalty=1.7),
-    "forbidden, min tokens": Support(forbidden_ids=(3, 4), min_tokens=3, stop_ids=(1,)),
-    "all at once": Support(repetition_penalty=1.3, top_k=9, top_p=0.9, temperature=0.8, min_tokens=2, stop_ids=(1,)),
+    "temperature": LogitsProcessors(temperature=0.6),
+    "greedy is scored at temperature 1": LogitsProcessors(temperature=0.0),
+    "full leaves the truncation out": LogitsProcessors(temperature=0.6, top_k=2, full=True),
+    "top-k": LogitsProcessors(top_k=4),
+    "top-p, min-p": LogitsProcessors(top_p=0.7, min_p=0.05, temperature=1.4),
+    "repetition penalty": LogitsProcessors(repetition_penalty=1.7),
+    "forbidden, min tokens": LogitsProcessors(forbidden_ids=(3, 4), min_tokens=3, stop_ids=(1,)),
+    "all at once": LogitsProcessors(
+        repetition_penalty=1.3, top_k=9, top_p=0.9, temperature=0.8, min_tokens=2, stop_ids=(1,)
+    ),
 }
 
 
@@ -114,14 +116,14 @@ SUPPORTS = {
 @pytest.mark.parametrize("name", SUPPORTS)
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
 def test_logprobs_and_entropies_are_of_the_distribution_drawn_from(name, family):
-    support = SUPPORTS[name]
+    processors = SUPPORTS[name]
     model = tiny(family, **({"final_logit_softcapping": 2.0, "head_dim": 8} if family == "Gemma2" else {}))
     loaded = load_model(model)
-    want, entropies = oracle(model, support)
+    want, entropies = oracle(model, processors)
     (want.sum() + entropies.sum()).backward()
     want_grad = model.model.embed_tokens.weight.grad.clone()
     model.zero_grad()
-    got, got_entropies, grad = run(loaded, support)
+    got, got_entropies, grad = run(loaded, processors)
     torch.testing.assert_close(got, want.detach(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got_entropies, entropies.detach(), atol=1e-5, rtol=1e-5)
     assert (grad - want_grad).abs().max() < 1e-4 * want_grad.abs().max()
@@ -130,11 +132,11 @@ def test_logprobs_and_entropies_are_of_the_distribution_drawn_from(name, family)
 
 def test_chunks_and_their_recomputation_change_nothing(monkeypatch):
     loaded = load_model(tiny())
-    for support in (SUPPORTS["temperature"], SUPPORTS["all at once"]):
-        whole = run(loaded, support)
+    for processors in (SUPPORTS["temperature"], SUPPORTS["all at once"]):
+        whole = run(loaded, processors)
         monkeypatch.setattr(forward, "MAX_KEPT_BYTES", 0)
         monkeypatch.setattr(forward, "CHUNK_BYTES", 3 * VOCAB * 4)
-        parts = run(loaded, support)
+        parts = run(loaded, processors)
         monkeypatch.undo()
         for a, b in zip(whole, parts):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
@@ -143,10 +145,10 @@ def test_chunks_and_their_recomputation_change_nothing(monkeypatch):
 def test_padded_rows_give_the_same_under_every_support():
     model = tiny()
     loaded = load_model(model)
-    for support in SUPPORTS.values():
-        want = run(loaded, support)
+    for processors in SUPPORTS.values():
+        want = run(loaded, processors)
         model.set_attn_implementation("sdpa")
-        got = run(loaded, support, packable=False, max_tokens=40)
+        got = run(loaded, processors, packable=False, max_tokens=40)
         model.set_attn_implementation("whet")
         for a, b in zip(got, want):
             torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
@@ -157,8 +159,8 @@ def test_an_unknown_head_goes_through_the_models_own_logits():
     loaded = load_model(model)
     assert loaded.lm_head.kind == "scale"
     unknown = type(loaded)(model, True, (), Head("unknown"), "cohere")
-    for support in (Support(temperature=0.5), SUPPORTS["all at once"]):
-        for a, b in zip(run(loaded, support), run(unknown, support)):
+    for processors in (LogitsProcessors(temperature=0.5), SUPPORTS["all at once"]):
+        for a, b in zip(run(loaded, processors), run(unknown, processors)):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
@@ -176,8 +178,8 @@ def test_bf16_weights_give_fp32_logprobs_near_the_fp32_ones():
 def test_float64_stays_float64():
     micro = plan_micro_batches(BATCH, max_tokens=1000)[0]
     loaded = load_model(tiny(dtype=torch.float64))
-    for support in (Support(), Support(top_k=3)):
-        assert token_stats(loaded, micro, support=support, entropy=True).entropy.dtype == torch.float64
+    for processors in (LogitsProcessors(), LogitsProcessors(top_k=3)):
+        assert token_stats(loaded, micro, processors=processors, entropy=True).entropy.dtype == torch.float64
 
 
 def test_what_a_repetition_penalty_needs_reads_nothing_from_the_device():
@@ -216,15 +218,15 @@ def test_packed_rows_for_a_model_that_takes_none_are_refused():
 @pytest.mark.parametrize("held", [0, 10**9])
 def test_constants_are_of_the_distribution_drawn_from(name, held, monkeypatch):
     monkeypatch.setattr("whet.models.forward.MAX_KEPT_BYTES", held)
-    loaded, support = load_model(tiny()), SUPPORTS[name]
+    loaded, processors = load_model(tiny()), SUPPORTS[name]
     (micro,) = plan_micro_batches(BATCH, max_tokens=1000)
     other = lambda v: dataclasses.replace(micro, targets=torch.full_like(micro.targets, v))
-    logp = torch.stack([token_stats(loaded, other(v), support=support).logprobs for v in range(VOCAB)], 1)
+    logp = torch.stack([token_stats(loaded, other(v), processors=processors).logprobs for v in range(VOCAB)], 1)
     best = dataclasses.replace(micro, targets=torch.where(micro.position == 0, logp.argmax(1), micro.targets))
-    got = token_stats(loaded, best, support=support, constants=CONSTANTS)
+    got = token_stats(loaded, best, processors=processors, constants=CONSTANTS)
     assert got.correct.tolist() == (best.targets == logp.argmax(1)).tolist()
     torch.testing.assert_close(got.log_sum_sq_probs, (2 * logp).logsumexp(1).detach(), atol=1e-5, rtol=1e-5)
     assert not (got.log_sum_sq_probs.requires_grad or got.mean_logits.requires_grad)
     if name == "temperature":
         plain = token_stats(loaded, best, constants=CONSTANTS).mean_logits
-        torch.testing.assert_close(got.mean_logits, plain / support.temperature, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got.mean_logits, plain / processors.temperature, atol=1e-5, rtol=1e-5)

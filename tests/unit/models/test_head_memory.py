@@ -14,7 +14,7 @@ from whet.models import forward
 from whet.models.linear_divergence import HeadStates, linear_divergence
 from whet.models.linear_logprob import linear_logprob, linear_stats
 from whet.models.load import load_model
-from whet.ops import Support
+from whet.ops import LogitsProcessors
 from whet.packing.micro_batch_planner import plan_micro_batches
 from whet.types.loss import CONSTANTS
 
@@ -76,9 +76,9 @@ def test_the_fused_head_holds_a_chunk_of_logits(name):
 
 
 SUPPORTS = {
-    "plain": Support(),
-    "temperature": Support(temperature=0.6),
-    "truncated": Support(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01),
+    "plain": LogitsProcessors(),
+    "temperature": LogitsProcessors(temperature=0.6),
+    "truncated": LogitsProcessors(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01),
 }
 
 
@@ -102,7 +102,7 @@ def model(kind, tied):
 @pytest.mark.spread(4)
 @pytest.mark.parametrize("train", [True, False], ids=["trained", "read"])
 @pytest.mark.parametrize(
-    ("kind", "support", "tied"),
+    ("kind", "processors", "tied"),
     [
         ("linear", "plain", True),
         ("linear", "temperature", False),
@@ -110,7 +110,7 @@ def model(kind, tied):
         ("soft cap", "truncated", False),
     ],
 )
-def test_a_pass_holds_a_chunk_of_logits(kind, support, tied, train, monkeypatch):
+def test_a_pass_holds_a_chunk_of_logits(kind, processors, tied, train, monkeypatch):
     loaded = load_model(model(kind, tied))
 
     def peak(completions, chunk):
@@ -121,7 +121,9 @@ def test_a_pass_holds_a_chunk_of_logits(kind, support, tied, train, monkeypatch)
         (micro,) = plan_micro_batches(random_batch((4, [32] * completions)), max_tokens=10_000)
         loaded.module.zero_grad()
         with torch.set_grad_enabled(train), Peak() as seen:
-            stats = forward.token_stats(loaded, micro, support=SUPPORTS[support], entropy=True, constants=CONSTANTS)
+            stats = forward.token_stats(
+                loaded, micro, processors=SUPPORTS[processors], entropy=True, constants=CONSTANTS
+            )
             if train:
                 (stats.logprobs.sum() + stats.entropy.sum()).backward()
         return seen.bytes

@@ -113,6 +113,12 @@ def test_reinforce_plus_plus_whitens_discounted_returns():
     assert got == close((1 - 7 / 3) / std, (4 - 7 / 3) / std, (2 - 7 / 3) / std)
 
 
+def test_turn_rloo_compares_the_return_of_each_turn():
+    # two turns of one token with rewards 1 and 2, an answer between; the other has one turn of 0.5 + 1
+    x = inputs([0.0, 1.0], [0, 0], [3, 1], [True, False, True, True], token_rewards=tensor([1.0, 0.0, 2.0, 0.5]))
+    assert ADVANTAGE_ESTIMATORS["turn_rloo"](x).tolist() == [3 - 1.5, 0, 2 - 1.5, 1.5 - 3]
+
+
 def test_a_return_goes_past_tokens_that_are_not_trained():
     # tokens: trained, the environment's with a reward of 1, trained: both trained ones earn what comes after them
     x = inputs([2.0, 0.0], [0, 1], [3, 1], [True, False, True, True], token_rewards=tensor([0.0, 1.0, 0.0, 0.0]))

@@ -6,7 +6,7 @@ from surrogates import inputs
 
 from whet.errors import DataError
 from whet.ops import (
-    Support,
+    LogitsProcessors,
     aggregate,
     clipped_surrogate,
     draw,
@@ -19,12 +19,12 @@ from whet.ops import (
     log_mixture,
     masked_column,
     mismatch_metrics,
+    process_logits,
     segment_count,
     segment_mean,
     segment_sum,
     selective_log_softmax,
     sequence_mean_kl,
-    support_logits,
     unit_weights,
     weight_metrics,
 )
@@ -47,7 +47,7 @@ CALLS = {
     "unit_weights": lambda wrong: unit_weights(wrong, IDS),
     "weight_metrics": lambda wrong: weight_metrics(S, wrong, mask=MASK, threshold=None, lower=None),
     "draw": lambda wrong: draw(LOGITS, wrong),
-    "support_logits": lambda wrong: support_logits(LOGITS, Support(), position=IDS, keep=wrong.long()),
+    "process_logits": lambda wrong: process_logits(LOGITS, LogitsProcessors(), position=IDS, keep=wrong.long()),
     "is_likeliest": lambda wrong: is_likeliest(LOGITS, wrong.long()),
     "selective_log_softmax": lambda wrong: selective_log_softmax(LOGITS, wrong.long()),
 }

@@ -35,9 +35,9 @@ def processes():
     dist.destroy_process_group()
 
 
-def make(context, replicas, dtype=None):
+def make(context, replicas, dtype=None, **options):
     model = load_model(tiny_model(num_hidden_layers=LAYERS, num_attention_heads=4))
-    placement = FSDPPlacement(make_mesh("cpu", SIZE, context, replicas), FakeRanks())
+    placement = FSDPPlacement(make_mesh("cpu", SIZE, context, replicas), FakeRanks(), **options)
     return ModelWorker(model, optim=OptimConfig(lr=0.1), placement=placement, max_tokens=60, dtype=dtype)
 
 
@@ -95,12 +95,21 @@ def test_a_pass_gathers_each_layer_twice_and_an_update_reduces_it_once(processes
     assert counts(sample) == ({} if SIZE == replicas else {"allgather_base": LAYERS + 1})
 
 
+def test_gradients_may_be_reduced_in_each_pass(processes):
+    worker = make(1, 1, sync_each_pass=True)
+    batch = weighted(worker, *((5 + i % 3, (20 + i,)) for i in range(9)))
+    passes = len(worker.placement.split_passes(worker.micro_batches(batch, None)))
+    sent = counts(lambda: worker.forward_backward(batch, loss))
+    assert sent == {"allgather_base": passes * (2 * LAYERS + 1), "reduce_scatter_base": passes * (LAYERS + 1)}
+
+
+@pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_process_holds_what_the_plan_of_memory_says(processes, tmp_path, replicas, dtype):
-    worker = make(1, replicas, getattr(torch, dtype))
+def test_a_process_holds_what_the_plan_of_memory_says(processes, tmp_path, replicas, dtype, each):
+    worker = make(1, replicas, getattr(torch, dtype), sync_each_pass=each)
     worker.module.config.save_pretrained(tmp_path)
-    words = [f"model={tmp_path}", f"actor.dtype={dtype}", "algo.beta=0.1",
+    words = [f"model={tmp_path}", f"actor.dtype={dtype}", "algo.beta=0.1", f"trainer.sync_each_microbatch={each}",
              f"trainer.data_parallel_replicate_size={replicas}"]  # fmt: skip
     config = load_run(words)
     sizes = measure_model(config.actor, trained=True)
@@ -120,11 +129,13 @@ def test_a_process_holds_what_the_plan_of_memory_says(processes, tmp_path, repli
         held = [p for part in parts for p in part._get_fsdp_state()._fsdp_param_group.fsdp_params]
         grads = [p.unsharded_accumulated_grad for p in held]
         grads += [p._unsharded_param.grad for p in held if hasattr(p, "_unsharded_param")]
-        between[last] = sum(g.nbytes for g in grads if g is not None)
+        grads += [p.sharded_param.grad for p in held]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in grads if g is not None]
+        between[last] = sum(g.nbytes for g in local)
 
     worker.placement.set_gradient_sync = watch
     worker.forward_backward(batch, loss)
-    assert between[True] == 4 * whole <= parts["gradients"].update
+    assert between[True] == 4 * whole / (SIZE // replicas if each else 1) <= parts["gradients"].update
     worker.optim_step()
     moments = [x for state in worker.optim.optimizer.state.values() for x in state.values() if x.numel() > 1]
     local = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in moments)

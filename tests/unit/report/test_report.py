@@ -1,5 +1,6 @@
 """The report: what it takes from a run folder, and what it leaves out."""
 
+import copy
 import json
 import math
 
@@ -8,7 +9,7 @@ import pytest
 from whet.cli import main
 from whet.cli.report import find_warnings
 from whet.errors import ConfigError
-from whet.report.completions import TokenTexts, chunk
+from whet.report.completions import TokenTexts, chunk, split_chunk
 from whet.report.report import standard_error, write_report
 from whet.report.run_data import metric_columns, run_data
 from whet.storage.completions import write_completions
@@ -155,3 +156,25 @@ def test_the_command(run, tmp_path, capsys, monkeypatch):
 def test_a_missing_run_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match="is no folder"):
         run_data(tmp_path / "none")
+
+
+@pytest.mark.parametrize("tokens", [None, "same", "other"])
+def test_a_long_text_and_what_its_tokens_have_are_cut_without_loss_and_no_token_is_cut(tokens, monkeypatch):
+    monkeypatch.setattr("whet.report.completions.PART_CHARACTERS", 700)
+    words = [" 😀"] + ["word", "é", "", "x" * 50] * 300  # a smile has two UTF-16 units
+    item = {"text": "".join(words), "n": len(words)}
+    if tokens is not None:
+        item |= {"len": [len(w.encode("utf-16-le")) // 2 for w in words], "lp": list(range(len(words)))}
+    if tokens == "other":
+        item |= {"text": "a text of its own " * 1000, "tokens": "".join(words)}
+    whole = copy.deepcopy(item)
+    short, parts = split_chunk({"groups": [{"items": [item, {"text": "b"}]}]}, inline=2 * 2500)
+    assert short["groups"][0]["items"][0] is item and item.pop("rest") == [0, len(parts)] and len(parts) > 10
+    assert item.pop("size") == len("".join(words)) + 1
+    for name in ("len", "lp"):
+        if tokens is not None:
+            assert [v for piece in (item, *parts) for v in piece[name]] == whole[name]
+            shown = [(piece["len"], piece.get("tokens", piece["text"])) for piece in (item, *parts)]
+            assert all(sum(units) == len(text.encode("utf-16-le")) // 2 for units, text in shown)
+    for name in ("text", "tokens"):
+        assert "".join(piece.get(name, "") for piece in (item, *parts)) == whole.get(name, "")

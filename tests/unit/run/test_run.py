@@ -545,6 +545,19 @@ def test_the_trace_goes_to_its_own_folder_or_the_runs(make, tmp_path, own):
     assert "rollout" in next(tmp_path.rglob("trace.json")).read_text()
 
 
+@pytest.mark.parametrize("failing", ["step", "last evaluation"])
+def test_a_run_that_ends_by_an_error_leaves_its_trace(make, tmp_path, failing):
+    made = make(run_dir=str(tmp_path), max_steps=1, perf_metrics_options=PerfMetricsOptions())
+    with pytest.raises(ValueError, match="broken"), Run(made, rows(4)) as run:
+        step(run)
+        if failing == "step":
+            with run.roles.trace.span("odd"):
+                raise ValueError("broken")
+        run._write_timeline = lambda: (_ for _ in ()).throw(ValueError("broken"))
+    names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert {"data", "rollout", "odd" if failing == "step" else "checkpoint"} <= names
+
+
 def test_no_trace_is_written_without_options_without_a_place_or_where_it_is_off(make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     off = PerfMetricsOptions(enable_trace_writer=False)

@@ -7,7 +7,7 @@ from helpers import cluster, length_reward, rows
 from meeting import together
 
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
-from whet.errors import RewardError, WhetError
+from whet.errors import RewardError, RolloutStopped, WhetError
 from whet.learners.grpo import GRPOLearner
 from whet.run.observer import Observer
 
@@ -68,6 +68,30 @@ def test_a_signal_that_one_rank_has_ends_all_after_the_same_step():
         return "ended"
 
     assert together(2, done) == ["ended"] * 2
+
+
+def test_a_rollout_that_one_rank_gives_up_ends_all_with_the_finished_steps_saved(tmp_path):
+    """A signal came, and episodes of one rank hang."""
+
+    def done(ranks):
+        saves = CheckpointingOptions(save_interval_steps=100)
+        made = learner(ranks, run_dir=str(tmp_path / "run"), checkpointing_options=saves)
+        made.cluster._rollouts._ranks = ranks
+        run, steps = made.cluster.build_engine() or made.cluster._rollouts.driver.run, []
+
+        def give_up(episodes):
+            steps.append(1)
+            if ranks.rank == 1 and len(steps) == 2:
+                raise RolloutStopped("gave up waiting")
+            return run(episodes)
+
+        made.cluster._rollouts.driver.run = give_up
+        with pytest.raises(KeyboardInterrupt, match=r"stopped after step 1; checkpoint: .*step-000001"):
+            made.train(rows(6))
+        return "ended"
+
+    assert together(2, done) == ["ended"] * 2
+    assert (tmp_path / "run/checkpoints/step-000001/run.pt").is_file()
 
 
 def test_under_torchrun_the_message_of_a_signal_names_its_time_limit(monkeypatch):

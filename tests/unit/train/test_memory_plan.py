@@ -13,6 +13,7 @@ from whet.config.lora import LoraConfig
 from whet.errors import ConfigError
 from whet.models.attention import SegmentLayout
 from whet.models.lora import add_adapter
+from whet.parallel.ranks import Ranks
 from whet.rollout.engine.prefix_cache import MAX_BYTES
 from whet.train.memory_plan import (
     CONVERSATION_BYTES,
@@ -211,6 +212,15 @@ def test_what_fits_nowhere_is_refused_with_the_largest_part(tmp_path, caplog):
     assert choose_settings(config, 24 * GB) is config and "the run may not fit: " in caplog.text
 
 
+class FourRanks(Ranks):
+    """Four processes, of which one has half the memory."""
+
+    size = 4
+
+    def all_gather(self, value):
+        return [value, value, value / 2, value]
+
+
 def test_a_run_on_a_gpu_takes_the_plan(tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
@@ -226,6 +236,11 @@ def test_a_run_on_a_gpu_takes_the_plan(tmp_path, monkeypatch):
         memory = RESERVE
         with pytest.raises(ConfigError, match="the run does not fit"):
             commands.make_rl_learner(load_run(words))
+        monkeypatch.setattr(commands, "join_processes", lambda _: FourRanks())
+        memory, planned = RESERVE + 0.4 * GB, []
+        monkeypatch.setattr(commands, "choose_settings", lambda config, *plan: planned.append(plan) or config)
+        commands._with_memory_plan(load_run(words))
+        assert planned == [(memory / 2, 4)]  # of the GPU that has the least
     finally:
         learner.close()
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from whet.config import OptimConfig
 from whet.errors import CheckpointError, DataError
 from whet.models.load import load_model
-from whet.ops import Support, clipped_surrogate, clipped_value, token_weights
+from whet.ops import LogitsProcessors, clipped_surrogate, clipped_value, token_weights
 from whet.parallel.placement import Placement
 from whet.train.metric_reduction import reduce_metrics
 from whet.train.worker import ModelWorker
@@ -288,13 +288,13 @@ def test_logprobs_and_entropy_are_those_of_a_plain_forward_at_the_temperature():
     batch = random_batch(*SHAPES)
     model = tiny_model(dtype=torch.float64)
     want = one_by_one(model, batch, temperature=0.7).detach()
-    worker = make(model, support=Support(temperature=0.7), max_tokens=30)
+    worker = make(model, processors=LogitsProcessors(temperature=0.7), max_tokens=30)
     stats = worker.logprobs(batch, entropy=True)
     torch.testing.assert_close(stats.logprobs, want, atol=1e-12, rtol=0)
     assert stats.entropy.shape == stats.logprobs.shape and (stats.entropy > 0).all()
     assert not stats.logprobs.requires_grad
     assert worker.logprobs(batch).entropy is None
-    cold = worker.logprobs(batch, support=Support(temperature=1.0)).logprobs
+    cold = worker.logprobs(batch, processors=LogitsProcessors(temperature=1.0)).logprobs
     torch.testing.assert_close(cold, one_by_one(model, batch).detach(), atol=1e-12, rtol=0)
 
 

@@ -7,8 +7,8 @@ import pytest
 from transformers import HfArgumentParser
 
 from tools.docs.from_trl import PAGES
+from whet.compat.field import STATES
 from whet.errors import ConfigError
-from whet.fronts.field import STATES
 from whet.trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 CONFIGS = (GRPOConfig, RLOOConfig, SFTConfig, DPOConfig, KTOConfig, RewardConfig)

@@ -1,4 +1,4 @@
-"""What the layers below say reaches a user of the fronts in TRL's words."""
+"""What the layers below say reaches a user of whet.trl in TRL's words."""
 
 import logging
 import re

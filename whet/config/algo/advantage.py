@@ -21,6 +21,7 @@ NEED_GROUPS = (
     "reinforce_plus_plus_baseline",
     "rloo",
     "scalerl",
+    "turn_rloo",
 )
 """The estimators that need groups of two or more: they would compare a single completion with itself."""
 
@@ -38,7 +39,7 @@ class AdvantageFields(AlgorithmConfig):
     normalize_advantages: Bool = False
     """rloo: subtract the mean of all advantages of the batch, then divide by their standard deviation."""
     gamma: Float = 1.0
-    """γ, the discount of a reward per token. gae and reinforce_plus_plus read it; 1.0 = no discount."""
+    """γ, the discount of a reward: per token in gae and reinforce_plus_plus, per turn in turn_rloo; 1.0 = none."""
     global_norm: Bool = False
     """reinforce: take mean and standard deviation over the whole batch instead of each group."""
     norm_var: Bool = False

@@ -14,6 +14,7 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
         "grpo": "the usual one; it compares with the group's mean, in units of scale_rewards",
         "drgrpo": "Dr. GRPO; it has no deviation, which favours very easy and very hard prompts",
         "rloo": "it compares with the mean of the others, which is unbiased, also in small groups",
+        "turn_rloo": "rloo for each turn of an episode; for environments that reward turns",
         "opo": "it compares with the mean by length, which has the least variance on policy",
         "scalerl": "it divides by the batch's deviation; for large runs, prompts of unequal difficulty",
         "gdpo": "it normalises each reward function by itself; for functions of unlike spread",

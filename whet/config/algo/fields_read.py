@@ -17,6 +17,7 @@ POLICY_READS: Readers = {
         "grpo": ("advantage_ddof", "advantage_eps", "scale_rewards"),
         "drgrpo": (),
         "rloo": ("advantage_ddof", "advantage_eps", "normalize_advantages"),
+        "turn_rloo": ("gamma",),
         "opo": (),
         "scalerl": ("advantage_ddof", "advantage_eps"),
         "gdpo": ("advantage_ddof", "advantage_eps"),

@@ -52,12 +52,12 @@ def unread_fields(config: Any, read: Collection[str] = ()) -> dict[str, str]:
     ('advantage_estimator', 'target_kl')
     """
     has_effect = {*read, *(CRITIC_READS if hasattr(config, "value_loss_fn") else ())}
-    found: dict[str, str] = {}
+    unread: dict[str, str] = {}
     for choice, readers in config.READS.items():
         chosen = _chosen(config, choice)
         unknown = any(isinstance(name, str) and ":" not in name and name not in readers for name in chosen)
         for name, names in readers.items():
-            found = {**dict.fromkeys(names, str(choice)), **found}
+            unread = {**dict.fromkeys(names, str(choice)), **unread}
             if unknown or name in chosen:  # the error about an unknown name comes later
                 has_effect.update(names)
     if getattr(config, "loss_agg_mode", None) == "sequence-mean-token-sum-norm" and config.loss_agg_norm is not None:
@@ -65,13 +65,13 @@ def unread_fields(config: Any, read: Collection[str] = ()) -> dict[str, str]:
         has_effect -= {"loss_agg_units"} - {*critic, *read}
     for switch, names in SWITCHES.items():
         if getattr(config, switch, None) in (None, False):
-            found.update(dict.fromkeys(names, switch))
+            unread.update(dict.fromkeys(names, switch))
     if hasattr(config, "kl_type"):
         computed = config.beta or config.force_compute_kl
-        found.update({} if config.beta else {"kl_type": "beta"})
-        found.update({} if computed else dict.fromkeys(_KL, "beta"))
+        unread.update({} if config.beta else {"kl_type": "beta"})
+        unread.update({} if computed else dict.fromkeys(_KL, "beta"))
         has_effect.update(("importance_sampling_level",) if computed and config.use_bias_correction_kl else ())
-    return {name: choice for name, choice in found.items() if name not in has_effect and hasattr(config, name)}
+    return {name: choice for name, choice in unread.items() if name not in has_effect and hasattr(config, name)}
 
 
 def check_fields_read(config: Any, read: Collection[str] | None = None) -> None:

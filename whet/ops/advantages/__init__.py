@@ -42,7 +42,14 @@ from whet.ops.advantages.group import (
     rloo_advantages,
 )
 from whet.ops.advantages.group_statistics import GroupedRewards, group_spread
-from whet.ops.advantages.inputs import AdvantageInputs, estimate, needs_greedy_rewards, with_greedy_rewards
+from whet.ops.advantages.inputs import (
+    AdvantageInputs,
+    estimate,
+    needs_greedy_rewards,
+    turn_index,
+    with_greedy_rewards,
+)
+from whet.ops.advantages.turns import turn_rloo_advantages
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
@@ -66,6 +73,8 @@ __all__ = [
     "remax_advantages",
     "rloo_advantages",
     "scalerl_advantages",
+    "turn_index",
+    "turn_rloo_advantages",
     "whiten_trained",
     "with_greedy_rewards",
 ]
@@ -84,5 +93,6 @@ ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
     "remax": remax_advantages,
     "rloo": rloo_advantages,
     "scalerl": scalerl_advantages,
+    "turn_rloo": turn_rloo_advantages,
 }
 """fn(rewards [J], group_ids [J], **kw) -> [J], or fn(x: AdvantageInputs, **kw) -> [J] or [S], by name."""

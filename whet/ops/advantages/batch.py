@@ -149,8 +149,8 @@ def remax_advantages(x: AdvantageInputs) -> Tensor:
     known = GroupedRewards.by(x.rewards, x.group_of).known
     baseline = x.need("greedy_rewards").double().index_select(0, x.group_of)
     kept = x.mask & (known & ~baseline.isnan()).index_select(0, x.trajectory)
-    found = _returns_to_go(x, gamma=1.0) - baseline.index_select(0, x.trajectory)
-    return torch.where(kept, found, 0.0).float()
+    advantages = _returns_to_go(x, gamma=1.0) - baseline.index_select(0, x.trajectory)
+    return torch.where(kept, advantages, 0.0).float()
 
 
 def gdpo_advantages(x: AdvantageInputs, *, advantage_eps: float = 1e-6, advantage_ddof: int = 1) -> Tensor:
@@ -195,10 +195,10 @@ def _returns_to_go(x: AdvantageInputs, gamma: float) -> Tensor:
     width = int(lengths.max()) if len(lengths) else 0
     starts = lengths.cumsum(0) - lengths
     rewards = x.rewards_by_token[place]
-    found, ahead = torch.zeros_like(rewards), rewards.new_zeros(len(lengths))
+    returns, ahead = torch.zeros_like(rewards), rewards.new_zeros(len(lengths))
     for back in range(width):  # from the last token of every trajectory at once
         live = lengths > back
         at = (starts + lengths - 1 - back)[live]
         ahead[live] = rewards[at] + gamma * ahead[live]
-        found[at] = ahead[live]
-    return torch.zeros(len(x.mask), dtype=torch.float64).index_copy(0, place, found)
+        returns[at] = ahead[live]
+    return torch.zeros(len(x.mask), dtype=torch.float64).index_copy(0, place, returns)

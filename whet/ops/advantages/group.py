@@ -96,12 +96,12 @@ def rloo_advantages(
     tensor([-1.5000,  0.0000,  1.5000])
     """
     g = GroupedRewards.by(rewards, group_ids)
-    found = g.rewards - (g.total - g.rewards) / (g.count - 1).clamp(min=1)
+    advantages = g.rewards - (g.total - g.rewards) / (g.count - 1).clamp(min=1)
     if not normalize_advantages:
-        return g.advantages(found)
+        return g.advantages(advantages)
     compared = g.known & (g.count > 1)
-    whole = GroupedRewards(torch.where(compared, found, 0.0), compared, torch.zeros_like(g.group), 1)
-    return g.advantages((found - whole.mean) / (whole.std(advantage_ddof) + advantage_eps))
+    whole = GroupedRewards(torch.where(compared, advantages, 0.0), compared, torch.zeros_like(g.group), 1)
+    return g.advantages((advantages - whole.mean) / (whole.std(advantage_ddof) + advantage_eps))
 
 
 def opo_advantages(x: AdvantageInputs) -> Tensor:

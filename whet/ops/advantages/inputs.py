@@ -14,7 +14,7 @@ from torch import Tensor
 from whet.errors import DataError
 from whet.ops.masked import segment_count, segment_sum
 
-__all__ = ["AdvantageInputs", "estimate", "needs_greedy_rewards", "with_greedy_rewards"]
+__all__ = ["AdvantageInputs", "estimate", "needs_greedy_rewards", "turn_index", "with_greedy_rewards"]
 
 Estimator = TypeVar("Estimator", bound=Callable[..., Any])
 
@@ -48,6 +48,9 @@ class AdvantageInputs:
     token_rewards: Tensor | None = None
     """Float [S]: rewards of single tokens, in addition to the outcome. At tokens that are not trained, a number that is
     not finite counts as 0."""
+    turn: Tensor | None = None
+    """Long [S]: the turn of each token in its trajectory, from 0; a token that was not sampled belongs to the turn
+    before it. None = each run of trained tokens is a turn."""
     values: Tensor | None = None
     """Float [S]: the critic's value of the state before each token, at rollout."""
     greedy_rewards: Tensor | None = None
@@ -59,6 +62,7 @@ class AdvantageInputs:
         groups = int(self.group_of.max()) + 1 if len(self.group_of) else 0
         per_trajectory = {"group_of": self.group_of, **{f"table[{n!r}]": r for n, r in self.table.items()}}
         per_token = {"trajectory": self.trajectory, "token_rewards": self.token_rewards, "values": self.values}
+        per_token["turn"] = self.turn
         for columns, wanted, of in (
             (per_trajectory, number, "trajectories"),
             (per_token, size, "tokens"),
@@ -83,7 +87,7 @@ class AdvantageInputs:
         """
         if self.token_rewards is None:
             return self.rewards.double()
-        return self.rewards.double() + segment_sum(self._token_rewards, self.trajectory, len(self.rewards))
+        return self.rewards.double() + segment_sum(self.finite_token_rewards, self.trajectory, len(self.rewards))
 
     @functools.cached_property
     def rewards_by_token(self) -> Tensor:
@@ -103,14 +107,19 @@ class AdvantageInputs:
         known = ~self.rewards.isnan()
         rewards = torch.zeros(size, dtype=torch.float64)
         kept = exists & known[trajectory]
-        rewards.index_add_(0, target[kept], self._token_rewards[order][kept])
+        rewards.index_add_(0, target[kept], self.finite_token_rewards[order][kept])
         end = torch.full((number,), -1).scatter_reduce(0, trajectory[own], before[own], "amax")
         has_end = (end >= 0) & known
         rewards[end[has_end]] += self.rewards.double()[has_end]
         return torch.empty_like(rewards).index_copy_(0, order, rewards)
 
+    @functools.cached_property
+    def turn_of_token(self) -> Tensor:
+        """Long [S]: the turn of each token in its trajectory."""
+        return turn_index(self.mask, self.trajectory, self.trajectory) if self.turn is None else self.turn
+
     @property
-    def _token_rewards(self) -> Tensor:
+    def finite_token_rewards(self) -> Tensor:
         """Float64 [S]: 0 where there are none, and where they are not finite, which they are at trained tokens."""
         if self.token_rewards is None:
             return torch.zeros(len(self.mask), dtype=torch.float64)
@@ -122,6 +131,27 @@ class AdvantageInputs:
         if (column := known[name]) is None:
             raise DataError(f"the advantage estimator needs {name}, which this batch does not have")
         return column
+
+
+def turn_index(sampled: Tensor, sequence: Tensor, trajectory: Tensor) -> Tensor:
+    """The turn of each token in its trajectory: turns are runs of sampled tokens in a sequence.
+
+    Args: sampled: Bool [S]. sequence, trajectory: Long [S]; those of one trajectory stand in their order.
+    Returns: Long [S], from 0; a token that was not sampled has the turn before it, or 0.
+
+    >>> from torch import tensor
+    >>> sampled = tensor([True, True, False, True, False, True, True])
+    >>> turn_index(sampled, tensor([0, 0, 0, 0, 1, 2, 3]), tensor([0, 0, 0, 0, 1, 1, 1])).tolist()
+    [0, 0, 0, 1, 0, 0, 1]
+    """
+    order = torch.argsort(trajectory, stable=True)
+    drawn, part, whole = sampled[order].bool(), sequence[order], trajectory[order]
+    continued = torch.zeros_like(drawn)
+    continued[1:] = drawn[:-1] & (part[1:] == part[:-1]) & (whole[1:] == whole[:-1])
+    count = (drawn & ~continued).long().cumsum(0)
+    first = torch.searchsorted(whole, whole)  # the first token of the trajectory
+    before = torch.cat([count.new_zeros(1), count])[first]  # the turns of earlier trajectories
+    return torch.empty_like(count).index_copy_(0, order, (count - before - 1).clamp(min=0))
 
 
 def with_greedy_rewards(estimator: Estimator) -> Estimator:

@@ -46,7 +46,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 const whet = {
   data: {}, waiting: {}, runs: [],
-  view: { tab: "overview", smooth: 0.8, x: "step", all: "", file: null, sort: "row", colour: "logprob", text: "", low: "", high: "", end: "", target: null },
+  view: { tab: "overview", smooth: 0.8, x: "step", all: "", file: null, sort: "row", colour: "logprob", text: "", low: "", high: "", least: "", most: "", end: "", target: null },
   receive(key, value) {
     this.data[key] = value;
     (this.waiting[key] || []).forEach(f => f(value));
@@ -494,7 +494,14 @@ function completionsTab() {
   if (at < 0) at = files.length - 1;
   const file = files[at], list = el("div"), count = el("span", { class: "dim" });
   whet.view.file = file.key;
-  const redraw = () => whet.load(file.key, chunk => drawGroups(list, count, chunk, file), () => list.replaceChildren(el("p", { class: "bad", text: `data/${file.key}.js is missing` })));
+  const redraw = () => whet.load(file.key, chunk => { drawGroups(list, count, chunk, file); if (whet.view.text) search(chunk, whet.view.text); }, () => list.replaceChildren(el("p", { class: "bad", text: `data/${file.key}.js is missing` })));
+  const search = async (chunk, text) => { // long texts are here in part: the others are loaded, one after another
+    const current = () => list.isConnected && whet.view.text === text, long = chunk.groups.flatMap(g => g.items).filter(item => item.rest);
+    try {
+      for (const item of long) while (item.rest && current()) { count.textContent = "searching long texts"; await loadPart(item, file); }
+      if (long.length && current()) drawGroups(list, count, chunk, file);
+    } catch (error) { count.textContent = error.message; }
+  };
   const filter = name => value => { whet.view[name] = value; redraw(); };
   const label = f => `${whet.runs.length > 1 ? f.run.name + " · " : ""}${f.mode} step ${f.step} (${f.n})`;
   const pick = selected(files.map(f => [f.key, label(f)]), file.key, key => go("completions", key), "step");
@@ -511,6 +518,7 @@ function completionsTab() {
     el("label", {}, "sort ", selected(sorts, whet.view.sort, filter("sort"), "order")),
     el("label", {}, "colour by ", selected(colours, whet.view.colour, filter("colour"), "colour")),
     el("label", {}, "reward ", field("low", { type: "number", step: "any", placeholder: "from", "aria-label": "least reward" }), " ", field("high", { type: "number", step: "any", placeholder: "to", "aria-label": "greatest reward" })),
+    el("label", {}, "tokens ", field("least", { type: "number", min: 0, placeholder: "from", "aria-label": "least tokens" }), " ", field("most", { type: "number", min: 0, placeholder: "to", "aria-label": "most tokens" })),
     el("label", {}, "ended by ", selected([["", "any"], ["stop", "stop"], ["length", "length"]], whet.view.end, filter("end"), "finish reason")),
     field("text", { type: "search", placeholder: "find text", "aria-label": "find text" }), count));
   if (file.run.left_out) part.append(el("p", { class: "dim", text: `${file.run.left_out} steps' completions are left out of this report for its size: whet report ${file.run.path} max_mb=1000 has more.` }));
@@ -522,7 +530,8 @@ function completionsTab() {
 
 function drawGroups(list, count, chunk, file) {
   const v = whet.view, low = v.low === "" ? -Infinity : Number(v.low), high = v.high === "" ? Infinity : Number(v.high), text = v.text.toLowerCase();
-  const fits = (item, group) => (item.r === null ? v.low === "" && v.high === "" : item.r >= low && item.r <= high) && (!v.end || item.end === v.end)
+  const least = Number(v.least), most = v.most === "" ? Infinity : Number(v.most);
+  const fits = (item, group) => item.n >= least && item.n <= most && (item.r === null ? v.low === "" && v.high === "" : item.r >= low && item.r <= high) && (!v.end || item.end === v.end)
     && (!text || item.text.toLowerCase().includes(text) || group.prompt.toLowerCase().includes(text));
   const mean = g => { const r = g.items.map(i => i.r).filter(x => x !== null); return r.length ? r.reduce((a, b) => a + b, 0) / r.length : NaN; };
   const spread = g => { const r = g.items.map(i => i.r).filter(x => x !== null); return r.length ? Math.max(...r) - Math.min(...r) : -1; };
@@ -565,7 +574,7 @@ function itemCard(item, k, index, group, chunk, file) {
   const sign = item.a === null ? "" : item.a > 0 ? "good" : item.a < 0 ? "bad" : "dim";
   const functions = chunk.functions.length > 1 ? chunk.functions.map((name, f) => `${name} ${short(item.f[f])}`).join(", ") : "";
   const body = el("div", { class: "text", tabindex: 0, role: "region", "aria-label": "completion" });
-  fillText(body, item, 0);
+  fillText(body, item, 0, file);
   const box = el("div", { class: linked ? "item linked" : "item" },
     el("header", {},
       el("b", { text: `reward ${item.r === null ? "none" : short(item.r)}` }),
@@ -579,17 +588,29 @@ function itemCard(item, k, index, group, chunk, file) {
     item.info ? el("details", {}, el("summary", { class: "dim", text: "episode" }), el("pre", { class: "scroll", text: JSON.stringify(item.info, null, 1) })) : null,
     el("footer", {},
       el("button", { text: "link", title: "put the address of this completion into the address bar", onclick: () => { history.replaceState(null, "", "#" + ["completions", file.key, index, k].join("/")); if (navigator.clipboard) navigator.clipboard.writeText(location.href).catch(() => {}); } }),
-      el("button", { text: "save", title: "save this completion as JSON", onclick: () => save(`${file.key}-${index}-${k}.json`, { run: file.run.path, mode: file.mode, step: file.step, row: group.row, prompt: group.prompt, functions: chunk.functions, ...item }) })));
+      el("button", { text: "save", title: "save this completion as JSON", onclick: async event => { try { while (item.rest) await loadPart(item, file); } catch (error) { event.target.textContent = error.message; return; } save(`${file.key}-${index}-${k}.json`, { run: file.run.path, mode: file.mode, step: file.step, row: group.row, prompt: group.prompt, functions: chunk.functions, ...item }); } })));
   if (linked) requestAnimationFrame(() => box.scrollIntoView({ block: "center" }));
   return box;
 }
 
-function fillText(body, item, from) { // a part of a completion, as coloured tokens where they are known
+const loadPart = (item, file) => new Promise((done, failed) => { // the next part of a long text, behind what is here
+  const key = `${file.key}.${item.rest[0]}`;
+  whet.load(key, part => {
+    if (key in whet.data) { // two may have asked for it
+      for (const name in part) if (typeof part[name] === "string") item[name] += part[name]; else for (const value of part[name]) item[name].push(value);
+      if (++item.rest[0] === item.rest[1]) delete item.rest;
+      delete whet.data[key];
+    }
+    done();
+  }, () => failed(new Error(`data/${key}.js is missing`)));
+});
+
+function fillText(body, item, from, file) { // a part of a completion, as coloured tokens where they are known
   const text = item.tokens === undefined ? item.text : item.tokens, v = whet.view;
   if (!item.len || v.colour === "none") {
     const plain = item.text;
     body.append(plain.slice(from, from + FIRST_TEXT));
-    if (plain.length > from + FIRST_TEXT) body.append(moreText(body, item, from + FIRST_TEXT, plain.length));
+    if (item.rest || plain.length > from + FIRST_TEXT) body.append(moreText(body, item, Math.min(from + FIRST_TEXT, plain.length), item.size || plain.length, file));
     return;
   }
   let place = 0, i = 0;
@@ -603,7 +624,7 @@ function fillText(body, item, from) { // a part of a completion, as coloured tok
     fragment.append(el("span", { class: "tok", title: tokenTitle(item, i), style: colour.endsWith(",0.00)") ? null : `background:${colour}`, text: piece }));
   }
   body.append(fragment);
-  if (i < item.len.length) body.append(moreText(body, item, place, text.length));
+  if (item.rest || i < item.len.length) body.append(moreText(body, item, place, item.size || text.length, file));
 }
 
 const at = (list, i) => list && list[i] !== null ? list[i] : undefined; // a number of a token, if it is known
@@ -630,9 +651,14 @@ function signed(x) { // green above 0, red below
   return x >= 0 ? `rgba(40,160,100,${strength})` : `rgba(220,70,50,${strength})`;
 }
 
-function moreText(body, item, from, length) {
+function moreText(body, item, from, length, file) {
   const button = el("button", { class: "more", text: `show more (${short(length - from)} characters)` });
-  button.onclick = () => { button.remove(); fillText(body, item, from); };
+  button.onclick = async () => {
+    const here = (item.tokens === undefined ? item.text : item.tokens).length;
+    try { if (item.rest && from + FIRST_TEXT > here) await loadPart(item, file); } catch (error) { button.textContent = error.message; return; }
+    button.remove();
+    fillText(body, item, from, file);
+  };
   return button;
 }
 

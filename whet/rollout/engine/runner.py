@@ -226,7 +226,7 @@ class Runner:
         state[DRAW] = [flight.request.draw + flight.request.offset + len(flight.tokens) for flight, _ in admitted]
         state[KEY] = [hash_rng_key(*flight.request.rng_key) for flight, _ in admitted]
         (self.state[:, rows],) = to_device([torch.from_numpy(state)], self.device)
-        if any(plans[flight.plan].support.penalises for flight, _ in admitted):
+        if any(plans[flight.plan].processors.penalises for flight, _ in admitted):
             if self.seen is None:
                 shape = (self.state.shape[1], self.vocabulary)
                 self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
@@ -270,7 +270,7 @@ class Runner:
         self.state[:, n:rows] = 0
         plans = [plan for plan, _ in self.groups]
         graphs = None if self.graphs is None or self.graphs.failure else self.graphs
-        if graphs is not None and len(plans) == 1 and plans[0].support.plain and self.seen is None and not keep:
+        if graphs is not None and len(plans) == 1 and plans[0].processors.plain and self.seen is None and not keep:
             for _ in range(steps):
                 step = graphs.step((rows, id(plans[0])), self._epoch(), lambda: self._fixed_step(rows))
                 tokens.append(step[0][:n].clone())

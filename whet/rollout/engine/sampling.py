@@ -1,8 +1,8 @@
 """sample_rows: logits -> token and logprob, for rows that share one Sampling.
 
-The embedded engine and the hf engine sample here, with the same operations (whet.ops.support) as the trainer, so that
-both sides mean the same distribution; whet.ops.support.draw is the oracle. A draw uses one uniform number with a
-key of its own, so other rows of the batch do not matter. vLLM and SGLang draw by themselves: their adapters refuse
+The embedded engine and the hf engine sample here, with the same operations as the trainer (ops/logits_processors.py),
+so that both sides mean the same distribution; logits_processors.draw is the oracle. A draw uses one uniform number with
+a key of its own, so other rows of the batch do not matter. vLLM and SGLang draw by themselves: their adapters refuse
 requests that would mean another distribution there.
 Dim legend: n rows, V vocabulary.
 It has no state: the caller holds positions, random numbers and seen tokens.
@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from whet.ops.logits_processors import greedy, process_logits
 from whet.ops.logprobs import selective_log_softmax
-from whet.ops.support import greedy, support_logits
 from whet.rollout.requests import SamplingPlan
 
 __all__ = ["sample_rows", "seen_tokens"]
@@ -43,9 +43,9 @@ def sample_rows(
         seen: Bool [n, V], tokens before it; needed only with a repetition penalty.
         allowed: uint8 [n, W], the tokens that a constraint allows, one bit each; needed only with a constraint.
         scores: fp32 [n, V], drawn from in place of the logits, where transformers' processors have made them; None =
-            the plan's support is applied to the logits.
+            the plan's processors are applied to the logits.
 
-    Returns: (Long [n] tokens, fp32 [n] logprobs under the reported support). At temperature 0 the token is the
+    Returns: (Long [n] tokens, fp32 [n] logprobs under the reported distribution). At temperature 0 the token is the
         likeliest one and its logprob is taken at temperature 1.
 
     >>> from whet.rollout.base import Sampling
@@ -56,20 +56,20 @@ def sample_rows(
     """
     logits = logits.float()
     if scores is None:
-        scores = support_logits(logits, plan.support, seen=seen, position=position, allowed=allowed)
-    if plan.support.temperature == 0:
+        scores = process_logits(logits, plan.processors, seen=seen, position=position, allowed=allowed)
+    if plan.processors.temperature == 0:
         tokens = greedy(scores)
     else:
         tokens, logprobs = _draw(scores, u)
-        if plan.reported is plan.support:
+        if plan.reported is plan.processors:
             return tokens, logprobs
-    if plan.reported is not plan.support:
-        scores = support_logits(logits, plan.reported, position=position)
+    if plan.reported is not plan.processors:
+        scores = process_logits(logits, plan.reported, position=position)
     return tokens, selective_log_softmax(scores, tokens)
 
 
 def _draw(scores: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The draw of whet.ops.support.draw, and its logprob from the same sum: one pass of exponentials for both.
+    """The draw of logits_processors.draw, and its logprob from the same sum: one pass of exponentials for both.
 
     A large vocabulary is summed in blocks of 256 and searched in two steps, so that only a block is summed up in order.
     Args: scores [n, V]. u: float64 [n].

@@ -22,8 +22,8 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.training_args import ParallelMode
 
+from whet.compat.field import Table
 from whet.errors import ConfigError, lookup_error, nearest
-from whet.fronts.field import Table
 from whet.parallel import torchrun_env
 from whet.parallel.processes import join_processes
 from whet.trl.config.launch import apply_launcher

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from whet.compat.field import Table, deprecated, no_effect, works
 from whet.config import PreferenceConfig
-from whet.fronts.field import Table, inert, old, works
 from whet.learners.from_config import keyword_arguments
 from whet.learners.preference_from_config import make_preference_objective
 from whet.ops.preference import PREFERENCE_LOSSES, PreferenceInputs, needs
@@ -27,9 +27,9 @@ DPO_FIELDS: Table = {
     "disable_dropout": NO_DROPOUT,
     "max_length": works(1024, "None = no limit", int),
     "truncation_mode": works("keep_start", "or keep_end; pairs without trained tokens are dropped and counted"),
-    "padding_free": inert(False, "whet never pads"),
+    "padding_free": no_effect(False, "whet never pads"),
     "precompute_ref_log_probs": works(False),
-    "precompute_ref_batch_size": inert(None, "max_tokens_per_microbatch sets the size of a pass", int),
+    "precompute_ref_batch_size": no_effect(None, "max_tokens_per_microbatch sets the size of a pass", int),
     "loss_type": works(["sigmoid"], "also whet's other losses of pairs (whet docs preference)", list[str]),
     "loss_weights": works(None, kind=list[float]),
     "ld_alpha": works(None, kind=float),
@@ -42,13 +42,13 @@ DPO_FIELDS: Table = {
     "sync_ref_model": works(False),
     "ref_model_mixup_alpha": works(0.6),
     "ref_model_sync_steps": works(512),
-}  # fmt: skip
+}
 """Field -> its default and its meaning in whet."""
 
 _NO_PROMPT_LIMIT = "no effect: as in later releases, max_length limits prompt and answer together"
 OLD_DPO_FIELDS: Table = {
-    "max_prompt_length": old(_NO_PROMPT_LIMIT, int),
-    "max_completion_length": old(_NO_PROMPT_LIMIT, int),
+    "max_prompt_length": deprecated(_NO_PROMPT_LIMIT, int),
+    "max_completion_length": deprecated(_NO_PROMPT_LIMIT, int),
 }
 """Field of an earlier TRL -> how it is read."""
 

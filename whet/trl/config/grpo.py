@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar
 
+from whet.compat.field import Table, deprecated, differs, no_effect, refused, works
 from whet.errors import ConfigError
-from whet.fronts.field import Table, inert, old, other, refused, works
 from whet.trl.config.arguments import dataclass_of
 from whet.trl.config.rl import RLArguments
 from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
@@ -20,21 +20,26 @@ _SERVER = "only for vllm_mode='server', which is refused"
 _CB = "whet's engine always batches continuously"
 
 GRPO_FIELDS: Table = {
-    "model_init_kwargs": other(None, "dtype (or torch_dtype) sets the dtype of saved weights, by default float32; "
-                                     "master weights are fp32, and bf16 sets the dtype of computation. device_map, "
-                                     "attn_implementation, low_cpu_mem_usage and use_safetensors have no effect; "
-                                     "others are refused", dict),
+    "model_init_kwargs": differs(
+        None,
+        "dtype (or torch_dtype) sets the dtype of saved weights, by default float32; "
+        "master weights are fp32, and bf16 sets the dtype of computation. device_map, "
+        "attn_implementation, low_cpu_mem_usage and use_safetensors have no effect; "
+        "others are refused",
+        dict,
+    ),
     "trust_remote_code": works(False, "runs the Python files in the model's folder"),
-    "router_aux_loss_coef": refused(None, "the router's auxiliary loss is not added; leave it out", float,
-                                    harmless=(0.0, 0)),
-    "disable_dropout": inert(False, "dropout is always off, so that sampler and trainer are one policy"),
-    "cast_lm_head_to_fp32": inert(False, "log-probabilities are always computed in fp32, from bf16 products"),
+    "router_aux_loss_coef": refused(
+        None, "the router's auxiliary loss is not added; leave it out", float, harmless=(0.0, 0)
+    ),
+    "disable_dropout": no_effect(False, "dropout is always off, so that sampler and trainer are one policy"),
+    "cast_lm_head_to_fp32": no_effect(False, "log-probabilities are always computed in fp32, from bf16 products"),
     "num_generations": works(8),
     "num_generations_eval": works(None, kind=int),
     "max_completion_length": works(512),
-    "ds3_gather_for_generation": inert(True, "the engine reads the trainer's own weights"),
+    "ds3_gather_for_generation": no_effect(True, "the engine reads the trainer's own weights"),
     "shuffle_dataset": works(True),
-    "pad_to_multiple_of": inert("auto", "nothing is padded", str),
+    "pad_to_multiple_of": no_effect("auto", "nothing is padded", str),
     "generation_batch_size": works(None, "completions of a rollout", int),
     "steps_per_generation": works(None, kind=int),
     "temperature": works(1.0),
@@ -44,17 +49,17 @@ GRPO_FIELDS: Table = {
     "generation_kwargs": works(None, "transformers' generate does beam search, with a warning", dict),
     "chat_template_kwargs": works(None, kind=dict),
     "repetition_penalty": works(1.0),
-    "cache_implementation": inert(None, "the KV cache is the engine's own", str),
-    "use_vllm": other(False, "vLLM in this process"),
-    "vllm_mode": other("colocate", '"server" is refused: the engine shares this process\'s weights'),
+    "cache_implementation": no_effect(None, "the KV cache is the engine's own", str),
+    "use_vllm": differs(False, "vLLM in this process"),
+    "vllm_mode": differs("colocate", '"server" is refused: the engine shares this process\'s weights'),
     "vllm_model_impl": works("vllm"),
-    "vllm_enable_sleep_mode": other(False, "the engine's memory, except the weights, is freed for each update"),
-    "vllm_structured_outputs_regex": other(None, "works with whet's engine; refused with use_vllm", str),
-    "vllm_server_base_url": inert(None, _SERVER, str),
-    "vllm_server_host": inert("0.0.0.0", _SERVER),
-    "vllm_server_port": inert(8000, _SERVER),
-    "vllm_server_timeout": inert(240.0, _SERVER),
-    "vllm_group_port": inert(51216, _SERVER),
+    "vllm_enable_sleep_mode": differs(False, "the engine's memory, except the weights, is freed for each update"),
+    "vllm_structured_outputs_regex": differs(None, "works with whet's engine; refused with use_vllm", str),
+    "vllm_server_base_url": no_effect(None, _SERVER, str),
+    "vllm_server_host": no_effect("0.0.0.0", _SERVER),
+    "vllm_server_port": no_effect(8000, _SERVER),
+    "vllm_server_timeout": no_effect(240.0, _SERVER),
+    "vllm_group_port": no_effect(51216, _SERVER),
     "vllm_gpu_memory_utilization": works(0.3),
     "vllm_max_model_length": works(None, kind=int),
     "vllm_tensor_parallel_size": refused(1, "one device samples; leave it at 1"),
@@ -73,18 +78,18 @@ GRPO_FIELDS: Table = {
     "reward_weights": works(None, kind=list[float]),
     "multi_objective_aggregation": works("sum_then_normalize"),
     "scale_rewards": works("group"),
-    "loss_type": other(
+    "loss_type": differs(
         "dapo",
         "losses are divided by the rows or tokens of the update; TRL's bnpo divides by those of a micro-batch, and its "
         "dapo, cispo and vespo by a mean, if steps_per_generation is not gradient_accumulation_steps. As in TRL, "
         "cispo's cap is ε_high itself; a warning says so",
     ),
-    "mask_truncated_completions": other(False, "as in TRL, masked rows count in the means over rows"),
+    "mask_truncated_completions": differs(False, "as in TRL, masked rows count in the means over rows"),
     "sync_ref_model": works(False),
     "ref_model_mixup_alpha": works(0.6),
-    "ref_model_sync_steps": other(512, "optimizer steps, rounded up to whole rollouts"),
-    "top_entropy_quantile": other(1.0, "the quantile is over the update; TRL's is over each micro-batch"),
-    "entropy_coef": other(0.0, "the mean entropy is over the update's tokens; TRL's is over each micro-batch's"),
+    "ref_model_sync_steps": differs(512, "optimizer steps, rounded up to whole rollouts"),
+    "top_entropy_quantile": differs(1.0, "the quantile is over the update; TRL's is over each micro-batch"),
+    "entropy_coef": differs(0.0, "the mean entropy is over the update's tokens; TRL's is over each micro-batch's"),
     "use_adaptive_entropy": works(False),
     "entropy_coef_min": works(0.0),
     "entropy_coef_max": works(1.0),
@@ -100,27 +105,27 @@ GRPO_FIELDS: Table = {
     "off_policy_mask_threshold": works(None, kind=float),
     "use_bias_correction_kl": works(True),
     "log_completions": works(False),
-    "log_multimodal": inert(True, "there are no images"),
+    "log_multimodal": no_effect(True, "there are no images"),
     "num_completions_to_print": works(None, kind=int),
     "log_unique_prompts": works(False),
     "log_completions_hub_repo": refused(None, "nothing is uploaded; log_completions writes parquet files", str),
-    "use_transformers_continuous_batching": inert(False, _CB),
-    "transformers_continuous_batching_config": inert(None, _CB, dict),
-    "use_transformers_paged": inert(False, _CB),
-    "vllm_importance_sampling_cap": other(None, "vllm_importance_sampling_clip_max, as in TRL", float),
-}  # fmt: skip
+    "use_transformers_continuous_batching": no_effect(False, _CB),
+    "transformers_continuous_batching_config": no_effect(None, _CB, dict),
+    "use_transformers_paged": no_effect(False, _CB),
+    "vllm_importance_sampling_cap": differs(None, "vllm_importance_sampling_clip_max, as in TRL", float),
+}
 """Field -> its default and its meaning in whet."""
 
 OLD_GRPO_FIELDS: Table = {
-    "max_prompt_length": old("prompts are truncated to this many tokens on the left", int),
-    "vllm_device": old("no effect: the engine is on the trainer's device"),
-    "vllm_dtype": old("no effect: the engine shares the trainer's weights and their dtype"),
-    "vllm_max_model_len": old("vllm_max_model_length", int),
-    "vllm_enable_prefix_caching": old("vLLM's enable_prefix_caching", bool),
-    "vllm_guided_decoding_regex": old("vllm_structured_outputs_regex"),
-    "use_liger_loss": old("no effect: whet never keeps all logits", bool),
-    "wandb_log_unique_prompts": old("log_unique_prompts", bool),
-    "compat": old('"0.16" = the defaults and metric names of TRL 0.16'),
+    "max_prompt_length": deprecated("prompts are truncated to this many tokens on the left", int),
+    "vllm_device": deprecated("no effect: the engine is on the trainer's device"),
+    "vllm_dtype": deprecated("no effect: the engine shares the trainer's weights and their dtype"),
+    "vllm_max_model_len": deprecated("vllm_max_model_length", int),
+    "vllm_enable_prefix_caching": deprecated("vLLM's enable_prefix_caching", bool),
+    "vllm_guided_decoding_regex": deprecated("vllm_structured_outputs_regex"),
+    "use_liger_loss": deprecated("no effect: whet never keeps all logits", bool),
+    "wandb_log_unique_prompts": deprecated("log_unique_prompts", bool),
+    "compat": deprecated('"0.16" = the defaults and metric names of TRL 0.16'),
 }
 """Field of an earlier TRL -> how it is read; `compat` is whet's own."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from whet.compat.field import Table, differs, no_effect, works
 from whet.config import PreferenceConfig
 from whet.errors import ConfigError, lookup_error
-from whet.fronts.field import Table, inert, other, works
 from whet.trl.config.arguments import dataclass_of
 from whet.trl.config.dpo import OLD_DPO_FIELDS
 from whet.trl.config.supervised import MODEL_FIELDS, NO_DROPOUT, SUPERVISED_FIELDS, SupervisedArguments
@@ -17,11 +17,16 @@ __all__ = ["KTO_FIELDS", "KTOConfig"]
 KTO_FIELDS: Table = {
     **{name: row for name, row in MODEL_FIELDS.items() if name != "pad_token"},
     "disable_dropout": NO_DROPOUT,
-    "max_length": other(1024, "rows with a prompt of this length are left out and counted; a mismatched answer is "
-                              "truncated as in its own row, while TRL truncates it anew", int),
-    "precompute_ref_log_probs": other(False, "refused with loss_type='kto', which needs the reference on each update's "
-                                             "mismatched rows"),
-    "precompute_ref_batch_size": inert(None, "max_tokens_per_microbatch sets the size of a pass", int),
+    "max_length": differs(
+        1024,
+        "rows with a prompt of this length are left out and counted; a mismatched answer is "
+        "truncated as in its own row, while TRL truncates it anew",
+        int,
+    ),
+    "precompute_ref_log_probs": differs(
+        False, "refused with loss_type='kto', which needs the reference on each update's mismatched rows"
+    ),
+    "precompute_ref_batch_size": no_effect(None, "max_tokens_per_microbatch sets the size of a pass", int),
     "train_sampling_strategy": works("sequential", "as in TRL, loss_type='kto' allows nothing else"),
     "loss_type": works("kto", "or apo_zero_unpaired"),
     "beta": works(0.1),
@@ -30,7 +35,7 @@ KTO_FIELDS: Table = {
     "sync_ref_model": works(False),
     "ref_model_mixup_alpha": works(0.6),
     "ref_model_sync_steps": works(512),
-}  # fmt: skip
+}
 """Field -> its default and its meaning in whet."""
 
 _LOSSES = ("kto", "apo_zero_unpaired")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from whet.compat.field import Table, works
 from whet.config import RewardModelConfig
-from whet.fronts.field import Table, works
 from whet.trl.config.arguments import dataclass_of
 from whet.trl.config.supervised import MODEL_FIELDS, NO_DROPOUT, SUPERVISED_FIELDS, TEMPLATE_FIELDS, SupervisedArguments
 from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS

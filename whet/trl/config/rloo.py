@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from whet.fronts.field import Table, other, works
+from whet.compat.field import Table, differs, works
 from whet.trl.config.arguments import dataclass_of
 from whet.trl.config.grpo import GRPO_FIELDS, OLD_GRPO_FIELDS
 from whet.trl.config.rl import RLArguments
@@ -19,19 +19,40 @@ _OWN: Table = {
     "epsilon": works(0.2, "clips the ratio of whole completions; the sum of log-ratios is clamped to ±20"),
     "normalize_advantages": works(False),
     "reward_clip_range": works(None, "clips the weighted sums, before the KL is subtracted", tuple[float, float]),
-    "mask_truncated_completions": other(
+    "mask_truncated_completions": differs(
         False, "as in TRL, masked rows count in the mean; TRL's loss value also has their advantages, without gradient"
     ),
 }
 _GRPO_ONLY = (
-    "cast_lm_head_to_fp32", "delta", "entropy_coef", "entropy_coef_delta", "entropy_coef_max", "entropy_coef_min",
-    "entropy_target", "importance_sampling_level", "log_completions_hub_repo", "loss_type",
-    "max_tool_calling_iterations", "multi_objective_aggregation", "off_policy_mask_threshold", "sapo_temperature_neg",
-    "sapo_temperature_pos", "scale_rewards", "top_entropy_quantile", "use_adaptive_entropy", "use_bias_correction_kl",
-    "vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos", "vllm_importance_sampling_cap",
-    "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_correction",
+    "cast_lm_head_to_fp32",
+    "delta",
+    "entropy_coef",
+    "entropy_coef_delta",
+    "entropy_coef_max",
+    "entropy_coef_min",
+    "entropy_target",
+    "importance_sampling_level",
+    "log_completions_hub_repo",
+    "loss_type",
+    "max_tool_calling_iterations",
+    "multi_objective_aggregation",
+    "off_policy_mask_threshold",
+    "sapo_temperature_neg",
+    "sapo_temperature_pos",
+    "scale_rewards",
+    "top_entropy_quantile",
+    "use_adaptive_entropy",
+    "use_bias_correction_kl",
+    "vespo_k_neg",
+    "vespo_k_pos",
+    "vespo_lambda_neg",
+    "vespo_lambda_pos",
+    "vllm_importance_sampling_cap",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_correction",
     "vllm_importance_sampling_mode",
-)  # fmt: skip
+)
 
 RLOO_FIELDS: Table = {**{name: row for name, row in GRPO_FIELDS.items() if name not in _GRPO_ONLY}, **_OWN}
 """Field -> its default and its meaning in whet."""

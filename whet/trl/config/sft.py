@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from transformers import TrainingArguments
 
+from whet.compat.field import Table, deprecated, differs, no_effect, works
 from whet.config import SFTConfig as Algorithm
 from whet.errors import ConfigError, lookup_error
-from whet.fronts.field import Table, inert, old, other, works
 from whet.ops import SFT_LOSSES
 from whet.trl.config.arguments import dataclass_of
 from whet.trl.config.supervised import MODEL_FIELDS, SUPERVISED_FIELDS, TEMPLATE_FIELDS, SupervisedArguments
@@ -26,26 +26,35 @@ SFT_FIELDS: Table = {
     **TEMPLATE_FIELDS,
     "learning_rate": works(2e-5),
     "dataset_text_field": works("text"),
-    "dataset_kwargs": other(None, "skip_prepare_dataset, with rows of input_ids; add_special_tokens and "
-                                  "append_concat_token are not read, as in TRL; others are refused", dict),
+    "dataset_kwargs": differs(
+        None,
+        "skip_prepare_dataset, with rows of input_ids; add_special_tokens and "
+        "append_concat_token are not read, as in TRL; others are refused",
+        dict,
+    ),
     "max_length": works(1024, "None = no limit", int),
     "truncation_mode": works("keep_start", "or keep_end; rows without trained tokens are dropped and counted"),
-    "shuffle_dataset": other(False, "the order is drawn once, from whet's generator"),
-    "packing": other(False, "whet always packs its passes, and rows don't attend to each other. With packing, a row of "
-                            "the batch size is a pack of max_length tokens"),
-    "packing_strategy": other("bfd", "bfd, bfd_split and wrapped make TRL's packs; as in TRL, rows in wrapped packs "
-                                      "attend to each other"),
-    "padding_free": inert(False, "whet never pads"),
+    "shuffle_dataset": differs(False, "the order is drawn once, from whet's generator"),
+    "packing": differs(
+        False,
+        "whet always packs its passes, and rows don't attend to each other. With packing, a row of "
+        "the batch size is a pack of max_length tokens",
+    ),
+    "packing_strategy": differs(
+        "bfd", "bfd, bfd_split and wrapped make TRL's packs; as in TRL, rows in wrapped packs attend to each other"
+    ),
+    "padding_free": no_effect(False, "whet never pads"),
     "eval_packing": works(None, "None = the value of packing; the loss is always a mean over all tokens", bool),
     "completion_only_loss": works(None, "None = True if rows have prompt and completion", bool),
-    "assistant_only_loss": other(False, "whet finds the turns by rendering the model's template; its marks "
-                                        "({% generation %}) narrow them"),
+    "assistant_only_loss": differs(
+        False, "whet finds the turns by rendering the model's template; its marks ({% generation %}) narrow them"
+    ),
     "loss_type": works("nll", "nll, dft, or a reference to a function"),
-}  # fmt: skip
+}
 """Field -> its default and its meaning in whet."""
 
 OLD_SFT_FIELDS: Table = {
-    "max_seq_length": old("max_length", int),
+    "max_seq_length": deprecated("max_length", int),
 }
 """Field of an earlier TRL -> how it is read."""
 

@@ -291,7 +291,7 @@ def rollout_config(args: Any, longest_prompt: int) -> RolloutConfig:
         **fields,
         max_prompt_length=args.max_prompt_length or longest_prompt,
         on_long_prompt="truncate_left" if args.max_prompt_length else "error",
-        logprob_support="full",
+        logprobs_mode="full",
         generation_kwargs=kwargs,
         num_generations_eval=args.num_generations_eval or args.num_generations,
         chat_template_kwargs=template_options(args),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from whet.compat.messages import Vocabulary
 from whet.config import Role
-from whet.fronts.messages import Vocabulary
 from whet.train.role_trainer import lower_lr_advice
 
 __all__ = ["VOCABULARY"]

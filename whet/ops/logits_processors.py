@@ -19,19 +19,21 @@ from whet.errors import ConfigError
 from whet.ops.masked import to_fp32
 from whet.ops.shapes import check_shapes
 
-__all__ = ["Support", "allowed_tokens", "draw", "greedy", "support_logits"]
+__all__ = ["LogitsProcessors", "allowed_tokens", "draw", "greedy", "process_logits"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Support:
+class LogitsProcessors:
     """The sampling distribution: the transformations of the logits before the softmax.
 
     Raises: ConfigError: a field out of its range.
     Source: the fields of transformers' GenerationConfig, with `forbidden_ids` for suppress_tokens and `min_tokens` for
         min_new_tokens.
 
-    >>> Support(temperature=0.7).plain, Support(top_k=5).plain, Support(top_k=5, full=True).plain
-    (True, False, True)
+    >>> LogitsProcessors(temperature=0.7).plain, LogitsProcessors(top_k=5).plain
+    (True, False)
+    >>> LogitsProcessors(top_k=5, full=True).plain
+    True
     """
 
     temperature: float = 1.0
@@ -51,9 +53,9 @@ class Support:
     stop_ids: tuple[int, ...] = ()
     """The stop tokens that min_tokens holds back."""
     constrained: bool = False
-    """Each row has its own allowed tokens: support_logits needs `allowed`."""
+    """Each row has its own allowed tokens: process_logits needs `allowed`."""
     full: bool = False
-    """True = only the temperature, whatever the other fields are (logprob_support="full")."""
+    """True = only the temperature, whatever the other fields are (logprobs_mode="full")."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -70,7 +72,7 @@ class Support:
 
     @property
     def penalises(self) -> bool:
-        """Whether the repetition penalty is on, so that support_logits needs `seen`."""
+        """Whether the repetition penalty is on, so that process_logits needs `seen`."""
         return not self.full and self.repetition_penalty != 1.0
 
     @property
@@ -89,9 +91,9 @@ class Support:
         return not (self.penalises or self.forbids or self.truncates)
 
 
-def support_logits(
+def process_logits(
     logits: Tensor,
-    support: Support,
+    processors: LogitsProcessors,
     *,
     seen: Tensor | None = None,
     position: Tensor,
@@ -100,11 +102,11 @@ def support_logits(
 ) -> Tensor:
     """The logits of the sampling distribution.
 
-    z' = penalise(z) / T inside the support, -inf outside; softmax(z') is the sampling distribution.
+    z' = penalise(z) / T where a token may be drawn, -inf elsewhere; softmax(z') is the sampling distribution.
 
     Args:
         logits: [n, V].
-        support: the transformations.
+        processors: the transformations.
         seen: Bool [n, V], tokens that stand before this place, in prompt or completion; needed with a repetition
             penalty only.
         position: Long [n], completion tokens before this place.
@@ -117,21 +119,23 @@ def support_logits(
     Source: transformers' LogitsProcessors, in their order. Ties: top-k keeps all that equal the k-th, as transformers;
         top-p drops the lower id first (a stable sort).
 
-    >>> support_logits(torch.tensor([[1., 3., 2.]]), Support(top_k=2), position=torch.tensor([0]))
+    >>> process_logits(torch.tensor([[1., 3., 2.]]), LogitsProcessors(top_k=2), position=torch.tensor([0]))
     tensor([[-inf, 3., 2.]])
     """
     check_shapes("[n]", position=position, keep=keep, rows_of_logits=logits.shape[:1])
     logits = to_fp32(logits)
-    if support.penalises:
+    if processors.penalises:
         if seen is None:
-            raise ConfigError(f"repetition_penalty {support.repetition_penalty} needs `seen` [n, V], the tokens seen")
-        penalty = support.repetition_penalty
+            raise ConfigError(
+                f"repetition_penalty {processors.repetition_penalty} needs `seen` [n, V], the tokens seen"
+            )
+        penalty = processors.repetition_penalty
         logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-    if support.temperature not in (0.0, 1.0):
-        logits = logits / support.temperature
-    if not (support.forbids or support.truncates):
+    if processors.temperature not in (0.0, 1.0):
+        logits = logits / processors.temperature
+    if not (processors.forbids or processors.truncates):
         return logits
-    outside = _outside(logits.detach(), support, position, allowed)
+    outside = _outside(logits.detach(), processors, position, allowed)
     if keep is not None:
         outside = outside.scatter(1, keep.unsqueeze(1), False)
     return logits.masked_fill(outside, -torch.inf)
@@ -141,7 +145,7 @@ def draw(logits: Tensor, u: Tensor) -> Tensor:
     """One token per row by the inverse of its cumulative distribution, in the order of ids.
 
     a = min {j : Σᵢ≤ⱼ pᵢ > u}, p = softmax(z), z the logits.
-    Args: logits [n, V], already through support_logits. u: float64 [n] in [0, 1), one uniform number per row.
+    Args: logits [n, V], already through process_logits. u: float64 [n] in [0, 1), one uniform number per row.
     Returns: Long [n]. Never a token of probability 0.
 
     >>> draw(torch.tensor([[0., -torch.inf, 0.]] * 3), torch.tensor([0., 0.49, 0.51], dtype=torch.float64))
@@ -159,7 +163,7 @@ def draw(logits: Tensor, u: Tensor) -> Tensor:
 def greedy(logits: Tensor) -> Tensor:
     """The likeliest token of each row; of equal ones the lowest id.
 
-    Args: logits [n, V], already through support_logits.
+    Args: logits [n, V], already through process_logits.
     Returns: Long [n].
 
     >>> greedy(torch.tensor([[1., 3., 3.]]))
@@ -193,33 +197,33 @@ def _index_on_device(ids: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.tensor(ids, device=device)
 
 
-def _outside(logits: Tensor, support: Support, position: Tensor, allowed: Tensor | None) -> Tensor:
+def _outside(logits: Tensor, processors: LogitsProcessors, position: Tensor, allowed: Tensor | None) -> Tensor:
     """Bool [n, V]: the tokens that are not drawn, from detached logits already divided by the temperature."""
     outside = torch.zeros_like(logits, dtype=torch.bool)
-    if support.constrained:
+    if processors.constrained:
         if allowed is None:
             raise ConfigError("a constrained distribution needs `allowed` [n, W], the tokens that may come")
         outside = ~allowed_tokens(allowed, logits.shape[1])
-    if support.forbidden_ids:
-        outside[:, _index(support.forbidden_ids, outside.device)] = True
-    if support.min_tokens and support.stop_ids:
-        early = (position < support.min_tokens).unsqueeze(1)
+    if processors.forbidden_ids:
+        outside[:, _index(processors.forbidden_ids, outside.device)] = True
+    if processors.min_tokens and processors.stop_ids:
+        early = (position < processors.min_tokens).unsqueeze(1)
         stops = torch.zeros_like(outside[0])
-        stops[_index(support.stop_ids, outside.device)] = True
+        stops[_index(processors.stop_ids, outside.device)] = True
         outside = outside | (early & stops)
-    if not support.truncates:
+    if not processors.truncates:
         return outside
-    if support.top_k:
+    if processors.top_k:
         logits = logits.masked_fill(outside, -torch.inf)
-        last = logits.topk(min(support.top_k, logits.shape[1]), 1).values[:, -1:]
+        last = logits.topk(min(processors.top_k, logits.shape[1]), 1).values[:, -1:]
         outside = outside | (logits < last)
-    if support.top_p < 1:
+    if processors.top_p < 1:
         values, ids = logits.masked_fill(outside, -torch.inf).sort(dim=1, stable=True)  # ascending
-        dropped = values.softmax(1).cumsum(1) <= 1 - support.top_p
+        dropped = values.softmax(1).cumsum(1) <= 1 - processors.top_p
         dropped[:, -1] = False
         outside = outside | torch.zeros_like(outside).scatter(1, ids, dropped)
-    if support.min_p:
+    if processors.min_p:
         logits = logits.masked_fill(outside, -torch.inf)
         p = logits.softmax(1)
-        outside = outside | (p < support.min_p * p.amax(1, keepdim=True))
+        outside = outside | (p < processors.min_p * p.amax(1, keepdim=True))
     return outside

@@ -1,4 +1,4 @@
-"""Vocabulary: translates whet's errors and log lines for a front, with its arguments in place of whet's keys."""
+"""Vocabulary: translates whet's errors and log lines for a compatibility layer, with its arguments for whet's keys."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Vocabulary"]
 
 
 class Vocabulary:
-    """A front's names and fixes.
+    """The names and fixes of a compatibility layer.
 
     Args:
-        names: whet's key, or key=value -> the front's argument.
-        fixes: an error's `key` -> the front's fix, with the error's values in braces; "" = no fix.
+        names: whet's key, or key=value -> the layer's argument.
+        fixes: an error's `key` -> the layer's fix, with the error's values in braces; "" = no fix.
 
     >>> words = Vocabulary({"optim.lr": "learning_rate"}, {"data.max_length": "set max_length={limit}"})
     >>> words.translate("optim.lr is 0; lower it", "lower it", "data.max_length", {"limit": 9})

@@ -1,4 +1,4 @@
-"""The command line of a front: `python -m whet.trl sft --flag value`, `python -m whet.rl2 ppo key=value`."""
+"""Command lines of the compatibility layers, such as `python -m whet.trl sft --flag value`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Field: one field, option or key of another library, and its treatment in whet.
 
-A front (whet.trl, whet.rl2) has tables of these rows. They decide which values it accepts and refuses, and its page in
-docs/ is generated from them.
+A compatibility layer (whet.trl, whet.rl2) has tables of these rows. They decide which values it accepts and refuses,
+and its page in docs/ is generated from them.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["STATES", "Field", "State", "Table", "inert", "old", "other", "refused", "works"]
+__all__ = ["STATES", "Field", "State", "Table", "deprecated", "differs", "no_effect", "refused", "works"]
 
-State = Literal["works", "other", "no effect", "refused", "absent", "old", "own"]
+State = Literal["works", "differs", "no effect", "refused", "absent", "deprecated", "own"]
 STATES: Mapping[State, str] = {
     "works": "name, default and meaning are the same",
-    "other": "it works, and differs as the note says",
+    "differs": "it works, and differs as the note says",
     "no effect": "it is accepted; the note says why whet has nothing to do for it",
     "refused": "a value other than the default raises ConfigError, which gives the reason and the alternative",
     "absent": "it does not exist here; the note names the alternative",
-    "old": "an earlier release had it; it is read as the note says",
+    "deprecated": "an earlier release had it; it is read as the note says",
     "own": "it is whet's own: the other library has no such field",
 }
 """Each state with its meaning."""
@@ -62,12 +62,12 @@ def works(default: Any, note: str = "", kind: Any = None) -> Field:
     return Field(default, "works", note, kind)
 
 
-def other(default: Any, note: str, kind: Any = None) -> Field:
+def differs(default: Any, note: str, kind: Any = None) -> Field:
     """A field that works, with a difference."""
-    return Field(default, "other", note, kind)
+    return Field(default, "differs", note, kind)
 
 
-def inert(default: Any, note: str, kind: Any = None) -> Field:
+def no_effect(default: Any, note: str, kind: Any = None) -> Field:
     """A field without effect: whet always does this, or has no such part."""
     return Field(default, "no effect", note, kind)
 
@@ -77,6 +77,6 @@ def refused(default: Any, note: str, kind: Any = None, harmless: tuple[Any, ...]
     return Field(default, "refused", note, kind, harmless)
 
 
-def old(note: str, kind: Any = str) -> Field:
+def deprecated(note: str, kind: Any = str) -> Field:
     """A field of an earlier release; None = not set."""
-    return Field(None, "old", note, kind)
+    return Field(None, "deprecated", note, kind)
