@@ -58,6 +58,19 @@ def imports(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
+def variables():
+    """A test leaves the environment's variables of whet as they were: the tests behind it read them too."""
+    before = {k: v for k, v in os.environ.items() if k.startswith("WHET_")}
+    yield
+    after = {k: v for k, v in os.environ.items() if k.startswith("WHET_")}
+    if after != before:
+        for name in after.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+    assert after == before
+
+
+@pytest.fixture(autouse=True)
 def seeds():
     """The global generators start each test at the same place; whet itself draws from none of them."""
     random.seed(0)
@@ -66,7 +79,7 @@ def seeds():
 
 
 @pytest.fixture(autouse=True)
-def one_panel(monkeypatch):
+def one_panel(variables, monkeypatch):  # variables first: what monkeypatch sets is taken back before it looks
     """What commands draw in the test's own process has one panel: all eight cost more than most runs do."""
     from whet.cli import commands
 
