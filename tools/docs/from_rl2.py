@@ -51,8 +51,13 @@ text, and does here too.
 ## Environments
 
 An environment is the file of July 2025: `reward_fn(messages, answer)`, `interact(messages)` and `TOOL`, taken as it
-is ([Environments](environments.md)). The later forms (`step` and `reset`; `generate`, often by `base_generate` and
-`env_step`) are refused, with what to write in their place. A file of the newest form,
+is ([Environments](environments.md)). Files of the later forms run unchanged too: those with
+`step(state, action, extra_info)`, with or without `reset(extra_info)`, and those with `env_step(sample)` that make
+`generate` by `base_generate`; whet calls the function itself, and RL2 need not be installed. In whet's own commands it
+is named, `rollout.env_path=env.py:step`. An episode has one number, the sum of the steps' rewards. `next_state` must
+begin with the state and the action; what follows is a user's message in the chat template, and follows unchanged with
+`apply_chat_template=false`. `done` ends an episode, or the 16th turn (`rollout.max_turns`). A function `generate` of
+one's own is refused. A file of the newest form,
 
 ```
 from functools import partial
@@ -69,7 +74,7 @@ async def env_step(sample):
 generate = partial(base_generate, env_step_fn=env_step)
 ```
 
-is this one today:
+is this one in the form of July 2025:
 
 ```
 def interact(messages):

@@ -80,16 +80,16 @@ def hold_out(rows: Any, fraction: float, seed: int) -> tuple[Any, list[Any]]:
         raise ConfigError("rows without a length can't be held out; give evaluation data of their own")
     if isinstance(rows, MixedRows):
         pairs = [hold_out(part, fraction, seed) for part in rows.parts]
-        return rows.with_parts([train for train, _ in pairs]), [row for _, held in pairs for row in held]
+        return rows.with_parts([train for train, _ in pairs]), [row for _, held_out in pairs for row in held_out]
     count = max(1, round(fraction * len(rows)))
     if count >= len(rows):
         raise DataError(
             f"holding {count} of {len(rows)} rows out leaves no training rows; use more rows, or hold out fewer"
         )
-    held = set(epoch_order(len(rows), seed, HOLD_OUT)[:count].tolist())
+    held_out = set(epoch_order(len(rows), seed, HOLD_OUT)[:count].tolist())
     parts: tuple[list[Any], list[Any]] = ([], [])
     for place in range(len(rows)):
-        parts[place in held].append(rows[place])
+        parts[place in held_out].append(rows[place])
     return parts
 
 

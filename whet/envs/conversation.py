@@ -22,7 +22,7 @@ from whet.envs.script import Script
 from whet.envs.tool_calls import ToolTemplate
 from whet.envs.tool_episodes import PROMPT
 from whet.envs.transcript import ChatTranscript
-from whet.errors import InfrastructureError, RewardError, format_value
+from whet.errors import DataError, InfrastructureError, RewardError, format_value
 from whet.rewards.checked_values import error_from_exception
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Episode, Turns
@@ -91,13 +91,15 @@ class Conversation:
                 prompt = yield from self._told(instance.reset(episode.prompt, self.encode), end)
                 if prompt is not episode.prompt:
                     transcript = self._transcript(prompt)
+            added = len(transcript.prompt.tokens) - len(episode.prompt.tokens)  # by reset
+            self._check_room(transcript.prompt, added)
             reason, status = yield from run_turns(
                 episode,
                 sampling,
                 transcript,
                 lambda: self._respond(instance, transcript, end),
                 max_turns=self.max_turns,
-                max_tokens=self.max_tokens,
+                max_tokens=self.max_tokens - added,
                 max_length=self.max_length,
                 answers_last=instance is not None,
             )
@@ -115,6 +117,16 @@ class Conversation:
             if instance is not None:
                 instance.close()
         return self._completions(episode, transcript, instance, reason, info)
+
+    def _check_room(self, prompt: Prompt, added: int) -> None:
+        """Raises DataError: the prompt leaves no room for a turn. Args: added: the tokens of it that are reset's."""
+        length, longest = len(prompt.tokens), self.max_length
+        if added >= self.max_tokens or (longest is not None and length >= longest):
+            raise DataError(
+                f"row {prompt.row}: reset of {self.script.name} adds {added} tokens to the prompt, which has {length} "
+                f"then and leaves no room for a turn: after the row's prompt there are {self.max_tokens} "
+                f"(rollout.max_episode_tokens), and a sequence has at most {longest}; raise that, or say less"
+            )
 
     def _completions(
         self,

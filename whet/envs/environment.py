@@ -139,7 +139,7 @@ class EnvironmentInstance:
 
         Args: prompt: of the group. encode: its encoder.
         Returns: the prompt of the episode, with what `reset` has returned.
-        Raises: DataError: a column is named "prompt" besides the prompt; the prompt with that is too long.
+        Raises: DataError: a column is named "prompt" besides the prompt; `reset` returned something else.
         """
         if "prompt" in prompt.columns:
             raise DataError(
@@ -156,8 +156,11 @@ class EnvironmentInstance:
         observation = yield self._call(create, "reset", phase="reset")
         functions = {name: getattr(self._instance, name) for name in self.of.tool_names}
         self._tools = self.of.tools.with_functions(functions, self._limits)
-        name = f"reset of {self.of.name}"
-        return prompt if observation is None else with_observation(prompt, observation, encode, name)
+        if observation is None:
+            return prompt
+        unlimited = copy.copy(encode)  # what the environment says counts for the episode, not for the row's prompt
+        unlimited.max_prompt_length = None
+        return with_observation(prompt, observation, unlimited, f"reset of {self.of.name}")
 
     def respond(self, message: Message) -> Generator[ExternalCall, Any, Any]:
         """Runs the calls of a turn, or `step` if it has none. Returns: what answers it; [] = the episode ends."""

@@ -13,17 +13,19 @@ A file has functions for all episodes; each is optional:
 
     TOOL = {"type": "function", ...}         # or a list of them, for the chat template's `tools`
 
-Source: RL2's environments of July 2025. Left out on purpose: its later forms (step and reset, generate); the error
-says what to write instead.
+Source: RL2's environments of July 2025. Its later forms are named by their function, env.py:step or env.py:env_step
+(adapters/rl2.py). Left out on purpose: a function generate of one's own.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from whet.envs.adapters.rl2 import STEPS, step_environment, without_rl2
 from whet.envs.environment import EnvironmentClass
 from whet.errors import ConfigError, format_value
 from whet.util.references import is_ref, resolve_module, resolve_ref
@@ -62,7 +64,9 @@ class Script:
     @property
     def code(self) -> Callable[..., Any] | None:
         """The user's code that answers the model."""
-        return self.interact if self.environment is None else self.environment.kind
+        if self.environment is None:
+            return self.interact
+        return getattr(self.environment.kind, "_wrapped", self.environment.kind)
 
 
 def load_script(source: Any, *, turns: int = 1) -> Script:
@@ -78,7 +82,11 @@ def load_script(source: Any, *, turns: int = 1) -> Script:
     True
     """
     if isinstance(source, str) and is_ref(source):
-        kind = resolve_ref(source, "environment")
+        name = source.rpartition(":")[2]
+        with without_rl2() if name in STEPS else nullcontext():
+            kind = resolve_ref(source, "environment")
+        if name in STEPS and inspect.isfunction(kind):
+            kind = step_environment(kind)
         if not inspect.isclass(kind):
             raise ConfigError(
                 f"environment {source!r} is {format_value(kind, 60)}, not a class; name a class, or the file alone for "
@@ -131,9 +139,10 @@ def _other_form_error(source: str, form: str) -> ConfigError:
     """The error for a later form of RL2's environments, with what to write instead. Args: form: of OTHER_FORMS."""
     name, counterparts = OTHER_FORMS[form]
     return ConfigError(
-        f"environment {source!r} is written for a later form of RL2's environments, {name}, which whet does not "
-        "support: it needs a file with reward_fn(messages, answer) and, for several turns, interact(messages). To "
-        "convert it: return the reward of the last turn from reward_fn(messages, answer); return the text added in "
+        f"environment {source!r} is written for a later form of RL2's environments, {name}; name its function "
+        "(env_path=file.py:step, file.py:env_step), or write a file with reward_fn(messages, answer) and, for several "
+        "turns, interact(messages). To convert it: return the reward of the last turn from "
+        "reward_fn(messages, answer); return the text added in "
         'next_state from interact(messages), as [{"role": "user", "content": text}], and [] for done; '
         f"{counterparts}; put other columns of a row into answer; remove the imports from RL2. "
         "docs/from-rl2.md shows a file in both forms"

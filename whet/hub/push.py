@@ -405,7 +405,7 @@ def _upload(
     from huggingface_hub import CommitOperationAdd
 
     content = {"README.md": card.encode(), **{name: str(path) for name, path in sorted(files.items())}}
-    adds = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=held) for name, held in content.items()]
+    adds = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in content.items()]
     try:
         api.create_repo(repo, private=private, repo_type="model", exist_ok=True)
         if branch is not None:

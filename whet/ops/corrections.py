@@ -214,7 +214,7 @@ def sampling_metrics(x: LossInputs, *, recorded: bool = True) -> dict[str, Tenso
         x: needs sampler_logprobs; at one that is NaN there is no difference, which a mean over tokens should leave out.
         recorded: False = the engine reports no logprobs: the policy at the start of the step stands for the sampler,
             and the first metric, which would say nothing, is left out.
-    Returns: [s] each, without gradient, 0 where masked out; exponents held in ±20.
+    Returns: [s] each, without gradient, 0 where masked out; exponents clamped to ±20.
     Source: the first is TRL's; the others are TorchRL's kl_approx, kl_to_inference and ESS over only the trained
         tokens: TorchRL divides the first two by all positions, prompt and padding included.
 

@@ -37,14 +37,14 @@ def _abs(d: Tensor) -> Tensor:
 
 
 def _k3(d: Tensor) -> Tensor:
-    """k3 = exp(−d) + d − 1, the exponent held in ±20: exp(88.8) is already infinite in fp32.
+    """k3 = exp(−d) + d − 1, the exponent clamped to ±20: exp(88.8) is already infinite in fp32.
 
     The gradient passes through the clamp, as 1 − exp(20) far below 0. Otherwise only the gradient of d would remain,
     which pushes the policy further away from the reference.
     """
-    held = (-d.detach()).clamp(-20.0, 20.0)
+    clamped = (-d.detach()).clamp(-20.0, 20.0)
     free = (-d).clamp(-1e30, 1e30)  # finite, so that the difference below is 0 and not NaN
-    return (held + (free - free.detach())).expm1() + d
+    return (clamped + (free - free.detach())).expm1() + d
 
 
 def _straight_through(estimate: Callable[[Tensor], Tensor], d: Tensor) -> Tensor:
@@ -79,11 +79,11 @@ def kl_divergence(
     k3 is KL(π‖π_ref); k3 is never negative and, near the reference, varies less; the mean gradient of k2 is that of the
     KL. A "+" takes the value of one and the gradient of k2, d·∇log π, which on policy is unbiased.
     Args: logprobs, ref_logprobs [...], in nats. mode: a name of KL_MODES, or a function of d. clamp: if given, results
-        are held in ±clamp, without a gradient beyond.
+        are clamped to ±clamp, without a gradient beyond.
     Returns: [...], fp32 or wider.
     Raises: ConfigError: an unknown mode, or a clamp that is not positive. DataError: different shapes.
     Source: Schulman, "Approximating KL divergence" (2020); Tunix's compute_kl_divergence, from which k3 differs where
-        |d| > 20: the exponent is held there, so that it can't overflow (below d = −4·10⁸ it is negative then); its
+        |d| > 20: the exponent is clamped there, so that it can't overflow (below d = −4·10⁸ it is negative then); its
         gradient is that at the bound. The modes with "+" are verl's, which clamps k3 to ±10 always.
 
     >>> kl_divergence(torch.tensor([-1.]), torch.tensor([-2.]), mode="low_var_kl")  # d = 1: exp(-1) + 1 - 1
@@ -110,7 +110,7 @@ def reference_kl(
     """The divergence from the reference at each token, with a gradient only to the policy.
 
     KL_t = k(d_t), d = log π − log π_ref. With the correction: KL_t = k(d_t)·r_t, r = π/π_old with its gradient, at a
-    level of IMPORTANCE_LEVELS, its log held in ±20. With the ratio of the token its mean under π_old is KL(π‖π_ref),
+    level of IMPORTANCE_LEVELS, its log clamped to ±20. With the ratio of the token its mean under π_old is KL(π‖π_ref),
     and if k is k1 or k3 the mean of its gradient is the gradient of that. Without the ratio neither holds.
 
     Args:

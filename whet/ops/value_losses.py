@@ -31,7 +31,7 @@ def clipped_value_without_half(x: LossInputs, *, clip_range_value: float = 0.2) 
 
 
 def clipped_value(x: LossInputs, *, clip_range_value: float = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
-    """Squared error of the value, the larger of the plain one and of the one held near the old value.
+    """Squared error of the value, the larger of the plain one and the one clipped near the old value.
 
     l = ½·max((v − R)², (clip(v, v_old − c, v_old + c) − R)²), v the new value, v_old the one at rollout, R the return,
     c the clip range; values are those of the state before each token.

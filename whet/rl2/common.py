@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 from whet.parallel.torchrun_env import world_size
 from whet.rl2.keys import NO_TENSOR_PARALLEL
 from whet.rl2.parsed_args import ParsedArgs
 
-__all__ = ["WhetKeys", "context_size", "split_of", "translate_models", "translate_sizes", "translate_trainer"]
+__all__ = [
+    "WhetKeys",
+    "context_size",
+    "named_step",
+    "split_of",
+    "translate_models",
+    "translate_sizes",
+    "translate_trainer",
+]
 
 ROLES = ("actor", "ref_actor", "critic")
 """RL2's names of the roles."""
@@ -180,3 +190,18 @@ def translate_trainer(args: ParsedArgs) -> WhetKeys:
             args.problems.append("the length of the run is not given; write trainer.total_steps=...")
         flat["trainer.num_epochs"] = 1
     return flat
+
+
+def named_step(path: str) -> str:
+    """The reference to an environment of RL2's later forms: its file and the function step or env_step.
+
+    Args: path: of a file. Returns: the path itself where the file has reward_fn or interact, or neither function.
+    """
+    try:
+        tree = ast.parse(Path(path).read_text())
+    except (OSError, SyntaxError, ValueError):
+        return path
+    names = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if "reward_fn" in names or "interact" in names:
+        return path
+    return next((f"{path}:{name}" for name in ("step", "env_step") if name in names), path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from whet.rl2.common import WhetKeys, context_size, split_of
+from whet.rl2.common import WhetKeys, context_size, named_step, split_of
 from whet.rl2.parsed_args import ParsedArgs, copied_values
 
 __all__ = ["CONTENTS_ALONE", "TRANSLATIONS"]
@@ -16,6 +16,8 @@ PROMPTS, RESPONSES = (
     for name in ("prompts_per_rollout", "responses_per_prompt")
 )
 """The keys for the prompts of a step and the completions of each prompt, in every generation of RL2."""
+STEP_TURNS = 16
+"""The most turns of an environment that ends its episodes itself, by `done`; RL2 has no limit there."""
 PROMPT_TOKENS = 2048
 """The longest prompt if max_length_per_device is not set, in tokens."""
 SAMPLED = {
@@ -75,9 +77,11 @@ def translate_sampling(args: ParsedArgs) -> WhetKeys:
         if f"rollout.{name}" in train and f"rollout.eval.{name}" not in test:
             flat[f"rollout.eval.{name}"] = usual
     flat["rollout.eval.temperature"] = test.get("rollout.eval.temperature", 0.0)
-    args.require("the file with reward_fn", "rollout.env_path")
-    turns = args.get("rollout.max_turns", "rollout.train.max_turns", default=1)
-    return flat | {"rollout.max_turns": turns} | _translate_lengths(args, each, turns)
+    path = args.require("the file with reward_fn", "rollout.env_path")
+    named = named_step(path) if isinstance(path, str) else path
+    usual = 1 if named == path else STEP_TURNS
+    turns = args.get("rollout.max_turns", "rollout.train.max_turns", default=usual)
+    return flat | {"rollout.env_path": named, "rollout.max_turns": turns} | _translate_lengths(args, each, turns)
 
 
 def _sampling_args(args: ParsedArgs, mode: str) -> ParsedArgs:

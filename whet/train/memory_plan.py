@@ -181,13 +181,13 @@ def measure_model(role: RoleConfig, *, trained: bool) -> ModelSizes:
     layout = _ShapesLayout(_TRIALS[0])
     _run(module, layout, _TRIALS[0])
     ids = {id(p) for p in in_4_bits} if role.quantization is not None else set()
-    held = sum(p.numel() * (_BYTES_IN_4_BITS if id(p) in ids else dtype.itemsize) for p in module.parameters())
+    weight_bytes = sum(p.numel() * (_BYTES_IN_4_BITS if id(p) in ids else dtype.itemsize) for p in module.parameters())
     gradients = [p.numel() for p in module.parameters() if p.requires_grad]
     return ModelSizes(
         parameters=sum(p.numel() for p in module.parameters()),
         trained=sum(gradients),
         largest=max(gradients, default=0),
-        weight_bytes=int(held),
+        weight_bytes=int(weight_bytes),
         layers=module.config.get_text_config().num_hidden_layers,
         layer_parameters=max(sum(p.numel() for p in x.parameters()) for x in module.get_decoder().layers),
         kv_bytes=sum(layout.kv_bytes.values()),
@@ -316,7 +316,7 @@ def _plan(
     turns = 0.0
     if config.rollout.max_turns > 1 and not bounded:
         turns = float(min(CONVERSATION_BYTES, sizes.kv_bytes * kv_tokens))
-    held = [
+    all_parts = [
         *_held_weights(config, sizes, num_processes),
         Part(f"activations, {own_tokens:,} tokens", 0.0, sizes.activations(own_tokens, checkpointing)),
         Part("logits of the head, in parts", 0.0, 3.0 * CHUNK_BYTES),
@@ -324,7 +324,7 @@ def _plan(
         Part("KV of earlier turns", turns, 0.0),
         Part("reserve", RESERVE, RESERVE),
     ]
-    parts = tuple(part for part in held if part.rollout or part.update)
+    parts = tuple(part for part in all_parts if part.rollout or part.update)
     return MemoryPlan(parts, tokens, checkpointing, kv_tokens)
 
 

@@ -100,7 +100,7 @@ class ModelFiles:
             self.loaded.module.generation_config.to_json_file(folder / "generation_config.json")  # pyright: ignore
 
     def shards(self) -> tuple[dict[str, Tensor], Any]:
-        """What a resumed worker needs: tensors, of which this process has its shards, and the optimizer's plain state.
+        """What a resumed worker needs: this process's shards of the tensors, and the optimizer's plain state.
 
         Returns: "model.<parameter>" and "optim.<parameter>.<key>" -> tensor; the state, for `write_plain`.
         """
@@ -195,13 +195,13 @@ class ModelFiles:
         """A context in which the module's parameters are the fp32 masters."""
         masters = self.masters
         params = dict(self.loaded.module.named_parameters())
-        held = {n: p.data for n, p in params.items() if n in masters and masters[n] is not p}
+        originals = {n: p.data for n, p in params.items() if n in masters and masters[n] is not p}
         try:
-            for name in held:
+            for name in originals:
                 params[name].data = masters[name].data
             yield
         finally:
-            for name, data in held.items():
+            for name, data in originals.items():
                 params[name].data = data
 
 

@@ -259,14 +259,14 @@ class RoleTrainer:
         Raises: DataError: there is no batch.
         """
         metrics: Metrics = {}
-        held: list[TokenBatch] = []
+        accumulated: list[TokenBatch] = []
         for item in _check_batches(batches):
-            held.append(self._check_batch(item))
-            if len(held) == self.accumulate:
-                metrics = merge(metrics, self.update(TokenBatch.cat(held)))
-                held = []
-        if held:
-            return merge(metrics, self.update(TokenBatch.cat(held)))
+            accumulated.append(self._check_batch(item))
+            if len(accumulated) == self.accumulate:
+                metrics = merge(metrics, self.update(TokenBatch.cat(accumulated)))
+                accumulated = []
+        if accumulated:
+            return merge(metrics, self.update(TokenBatch.cat(accumulated)))
         if not metrics:
             raise DataError("the data set has no batch, so nothing would be updated; give at least one")
         return metrics

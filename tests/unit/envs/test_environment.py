@@ -140,6 +140,18 @@ def test_what_reset_returns_is_in_the_episode_s_own_prompt(goal, rest):
     assert encode({"prompt": messages}).tokens.tolist() == contexts[0]
 
 
+def test_what_reset_adds_counts_in_the_tokens_of_the_episode_and_not_of_the_prompt():
+    encode = encoder()
+    length = len(encode({"prompt": "2+3="}).tokens)
+    encode.max_prompt_length = length
+    _, (c,), _ = run_conversation(Guess, ["1", "3"], encode=encode, max_tokens=30)
+    added = len(c.prefix) - length
+    assert added == len(" (below 8)") and c.info["status"] == "out of context" and len(c.tokens) <= 30 - added
+    for limit in ({"max_tokens": added}, {"max_length": length + added}):
+        with pytest.raises(DataError, match=f"reset of Guess adds {added} tokens to the prompt"):
+            run_conversation(Guess, ["1"], encode=encode, **limit)
+
+
 def test_an_episode_ends_by_done_and_the_last_turn_reaches_the_environment():
     episode, (c,), contexts = run_conversation(Guess, ["1", "3", "5"])
     assert len(contexts) == 2 and [m["content"] for m in c.messages] == ["1", "no", "3"]

@@ -1,6 +1,7 @@
 """RL2's commands from their words to the folder of a finished run, on a tiny random model."""
 
 import json
+import sys
 
 import pytest
 from helpers import END, tiny_model
@@ -177,21 +178,46 @@ from functools import partial
 from RL2.datasets import Sample, base_generate
 
 async def env_step(sample):
+    assert sample.sample["answer"].endswith("aeiou")
+    if len(sample.state_text) < 10:
+        found = "<i>4</i>"
+        return {"next_state": sample.state_text + sample.action_text + found, "reward": 0.25, "done": False}
     return {"next_state": None, "done": True, "reward": 1.0}
 
 generate = partial(base_generate, env_step_fn=env_step)
 """
-SEPTEMBER = "async def step(state, action, extra_info):\n    return {'next_state': None, 'reward': 1.0, 'done': True}\n"
+SEPTEMBER = """
+async def reset(extra_info):
+    return " Now: ", {**extra_info, "turns": 0}
+
+async def step(state, action, extra_info):
+    turns = extra_info["turns"] + 1
+    found = "<i>4</i>"
+    return {"next_state": state + action + found, "reward": 0.25 * turns, "done": turns == 3,
+            "extra_info": {**extra_info, "turns": turns}, "score": 0.0}
+"""
 
 
-@pytest.mark.parametrize("source", [NEWEST, SEPTEMBER])
-def test_an_environment_of_a_later_form_is_refused_with_what_to_write(place, source, tmp_path, capsys):
+@pytest.mark.parametrize(("source", "rewards"), [(NEWEST, {1.25}), (SEPTEMBER, {1.5})])
+def test_an_environment_of_a_later_form_runs_unchanged(place, source, rewards, tmp_path):
     (tmp_path / "env.py").write_text(source)
+    command = [w for w in words(place) if "env_path" not in w and "max_turns" not in w]
+    more = [f"rollout.env_path={tmp_path}/env.py", f"trainer.save_dir={tmp_path}/run", "trainer.n_epochs=1"]
+    assert main([*command, *more]) == 0
+    pandas = pytest.importorskip("pandas")
+    table = pandas.read_parquet(tmp_path / "run" / "completions" / "train-000001.parquet")
+    assert set(table["reward"]) == rewards and "RL2" not in sys.modules
+    last = json.loads(table["completion"][0])
+    assert next(m["content"] for m in last if m["role"] == "user") == "<i>4</i>"
+
+
+def test_an_environment_that_whet_can_t_read_is_refused_with_what_to_write(place, tmp_path, capsys):
+    (tmp_path / "env.py").write_text(NEWEST.replace("env_step", "own_step"))
     command = [w for w in words(place) if "env_path" not in w]
     assert main([*command, f"rollout.env_path={tmp_path}/env.py", f"trainer.save_dir={tmp_path}/run"]) == 2
     told = " ".join(capsys.readouterr().err.split())
     assert "is written for a later form of RL2's environments" in told
-    assert "a file with reward_fn(messages, answer) and, for several turns, interact(messages)" in told
+    assert "or write a file with reward_fn(messages, answer) and, for several turns, interact(messages)" in told
     assert "docs/from-rl2.md shows a file in both forms" in told and "fix that first" not in told
     assert not (tmp_path / "run").exists()
 

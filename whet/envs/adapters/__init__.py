@@ -11,6 +11,7 @@
 gymnasium.py    environments of gymnasium whose observations are texts
 textarena.py    games of TextArena
 openenv.py      clients of OpenEnv's servers
+rl2.py          RL2's functions step and env_step; rollout.env_path=env.py:step makes the class
 
 Each imports its package when an episode begins. An adapter is a class to derive from: its attributes say which
 environment, and its underscored methods how an observation becomes a text and a text an action.

@@ -29,7 +29,7 @@ def clipped_surrogate(
     """The clipped surrogate of PPO and GRPO, with dual clip, two-sided clip and a ratio of sequences.
 
     l = max(−A·min(r, δ), −A·clip(r, 1 − ε, 1 + ε_high)), A the advantage, r the importance ratio at a level of
-    IMPORTANCE_LEVELS, which also says where log-ratios are held. Dual clip: where A < 0, max(...) is at most −ε_c·A.
+    IMPORTANCE_LEVELS, which also says where log-ratios are clamped. Dual clip: where A < 0, max(...) is at most −ε_c·A.
     With δ at least 1 + ε_high it is the same as ε_c = δ. Clipping log r to [log1p(−ε), log1p(ε_high)] is the same too.
 
     Args:
@@ -81,7 +81,7 @@ def clipped_surrogate(
 def gmpo(x: LossInputs, *, epsilon: float = 0.2, epsilon_high: float | None = None) -> LossOutput:
     """GMPO: the geometric mean of a sequence's token ratios, each clipped in log space on the side that A points to.
 
-    l = −A·exp((1/n) Σ_t c_t), c_t = min(d_t, ε_high) where A > 0, else max(d_t, −ε); d_t = log π − log π_old held in
+    l = −A·exp((1/n) Σ_t c_t), c_t = min(d_t, ε_high) where A > 0, else max(d_t, −ε); d_t = log π − log π_old clamped to
     ±20, n the trained tokens of the sequence. All tokens of the sequence have this loss; d_t has its gradient through
     the mean, none where clipped. The aggregation that the paper means is a mean over sequences of means over tokens.
 
@@ -99,10 +99,10 @@ def gmpo(x: LossInputs, *, epsilon: float = 0.2, epsilon_high: float | None = No
     """
     high = upper(epsilon, epsilon_high)
     advantages = detached_advantages(x)
-    log_ratio, held = log_ratios(x, "token")
-    clipped = torch.where(advantages > 0, held.clamp(max=high), held.clamp(min=-epsilon))
+    log_ratio, clamped = log_ratios(x, "token")
+    clipped = torch.where(advantages > 0, clamped.clamp(max=high), clamped.clamp(min=-epsilon))
     used = segment_mean(clipped, x.mask, x.sequence, x.num_sequences).index_select(0, x.sequence)
-    clips = _clip_metrics(held, advantages, -epsilon, high)
+    clips = _clip_metrics(clamped, advantages, -epsilon, high)
     used = torch.where(x.mask, used, 0.0)
     return output(-advantages * used.exp(), {**clips, **ratio_metrics(log_ratio, used, x.mask)})
 

@@ -162,8 +162,8 @@ def vespo(
         vespo_lambda_neg=vespo_lambda_neg,
     )
     advantages = detached_advantages(x)
-    log_ratio, held = log_ratios(x, "token")
-    of_tokens = held.detach() if correction is None else held.detach() + _log_weight(correction(x), x.mask)
+    log_ratio, clamped = log_ratios(x, "token")
+    of_tokens = clamped.detach() if correction is None else clamped.detach() + _log_weight(correction(x), x.mask)
     log_w = segment_sum(of_tokens, x.sequence, x.num_sequences).clamp(_SMALLEST, 20.0).index_select(0, x.sequence)
     k = by_sign(advantages >= 0, vespo_k_pos, vespo_k_neg, like=log_w)
     rate = by_sign(advantages >= 0, vespo_lambda_pos, vespo_lambda_neg, like=log_w)
@@ -174,5 +174,5 @@ def vespo(
 
 
 def _log_weight(weight: Tensor, mask: Tensor) -> Tensor:
-    """The log of a correction, held in [ln 1e-8, 20], 0 where masked out: [s], without gradient."""
+    """The log of a correction, clamped to [ln 1e-8, 20], 0 where masked out: [s], without gradient."""
     return torch.where(mask, weight.detach().log().clamp(_SMALLEST, 20.0), 0.0)

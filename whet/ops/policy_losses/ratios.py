@@ -18,11 +18,11 @@ from whet.types import LossInputs
 __all__ = ["IMPORTANCE_LEVELS"]
 
 _BOUND = 20.0
-"""Log-ratios are held in ±20: exp(88.8) is infinite in fp32. Beyond it a ratio is constant, its gradient 0."""
+"""Log-ratios are clamped to ±20: exp(88.8) is infinite in fp32. Beyond it a ratio is constant, its gradient 0."""
 
 
 def _token(log_ratio: Tensor, x: LossInputs) -> Tensor:
-    """exp(ρ_t), ρ_t = log π − log π_old of the token, held in ±20."""
+    """exp(ρ_t), ρ_t = log π − log π_old of the token, clamped to ±20."""
     return log_ratio.clamp(-_BOUND, _BOUND)
 
 
@@ -39,7 +39,7 @@ def _sequence_token(log_ratio: Tensor, x: LossInputs) -> Tensor:
 
 
 def _sequence_sum(log_ratio: Tensor, x: LossInputs) -> Tensor:
-    """exp(Σ_t ρ_t) over the trained tokens of the sequence, the sum held in ±20."""
+    """exp(Σ_t ρ_t) over the trained tokens of the sequence, the sum clamped to ±20."""
     sums = segment_sum(_token(log_ratio, x), x.sequence, x.num_sequences)
     return sums.clamp(-_BOUND, _BOUND).index_select(0, x.sequence)
 
@@ -54,14 +54,14 @@ IMPORTANCE_LEVELS: dict[str, Callable[[Tensor, LossInputs], Tensor]] = {
 
 By the names of importance_sampling_level.
 
-With d_t = log π(a_t) − log π_old(a_t) held in ±20, n the trained tokens of the sequence:
+With d_t = log π(a_t) − log π_old(a_t) clamped to ±20, n the trained tokens of the sequence:
 
     token            d_t                                     PPO, GRPO
     sequence         (1/n) Σ d_t                             GSPO arXiv:2507.18071 as TRL has it: its gradient is shared
                                                              by the tokens of the sequence
     sequence-token   the same value, at most 10; its         GSPO-token, same paper; Tunix's gspo-token
                      gradient is that of log π(a_t)
-    sequence-sum     Σ d_t, held in ±20                      the sequence's own probability: RLOO arXiv:2402.14740
+    sequence-sum     Σ d_t, clamped to ±20                      the sequence's own probability: RLOO arXiv:2402.14740
 
 Where a sequence has one advantage, its tokens one weight, and no factor (correction, mask) differs within it, sequence
 and sequence-token have the same gradient. Tunix holds d_t and sequence-token as here; TRL holds nothing.

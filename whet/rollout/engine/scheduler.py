@@ -149,24 +149,24 @@ class Scheduler:
         if not self.queue or free < min(min_free, len(self.queue)):
             return []
         places = sum(p.bucket for p in prefixes.values())
-        held, admitted = dict(prefixes), []
+        prefixes_by_key, admitted = dict(prefixes), []
         group_prompts: dict[bytes, Prefix] = {}
-        for p in held.values():
+        for p in prefixes_by_key.values():
             group_prompts.setdefault(p.tokens[: p.group_prompt_length].tobytes(), p)
         while self.queue and len(admitted) < free:
             flight = self.queue[0]
             context = flight.context
             group_prompt_length = len(flight.request.tokens) - flight.request.offset
-            prefix = held.get(context.tobytes()) or Prefix(
+            prefix = prefixes_by_key.get(context.tobytes()) or Prefix(
                 tokens=context, bucket=self._row_length(flight), group_prompt_length=group_prompt_length
             )
             row_length = max(longest, flight.remaining)
-            prompt_places = places + (0 if prefix.key in held else prefix.bucket)
+            prompt_places = places + (0 if prefix.key in prefixes_by_key else prefix.bucket)
             total = prompt_places + (num_live + len(admitted) + 1) * row_length
             if not self._fits(total, flight, admitted, conversations) and (num_live or admitted):
                 break  # a request on its own is always admitted: it was checked when it came
-            if prefix.key not in held:
-                held[prefix.key] = prefix
+            if prefix.key not in prefixes_by_key:
+                prefixes_by_key[prefix.key] = prefix
                 first = group_prompts.setdefault(context[:group_prompt_length].tobytes(), prefix)
                 prefix.source = conversations.get(flight.request.conversation) or (None if first is prefix else first)
                 if prefix.source is not None:  # the last token is run in any case: its hidden state is needed
