@@ -314,6 +314,7 @@ def test_a_checkpoint_of_two_processes_is_resumed_by_one_two_and_four(folders, m
 
 
 @needs_gloo
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_a_sharded_checkpoint_is_resumed_bit_by_bit(folders, monkeypatch):
     """An asynchronous one: the steps that run while it is written must not change it."""
@@ -357,16 +358,18 @@ def drawn(completions, **_):
 @needs_gloo
 @pytest.mark.timeout(200)
 def test_a_resume_restores_the_random_generators_of_each_rank(folders):
+    """From a checkpoint whose shards both wrote while the next step ran."""
     folder = folders[1]
     (folder / "reward.py").write_text(DRAWING)
     words = [*GRPO, RUN, "reward=reward.py:drawn", "data.batch_size=2", "data.eval_path=null", "trainer.max_steps=2",
-             "trainer.checkpointing_options.save_interval_steps=1"]  # fmt: skip
+             SAVES, ASYNC]  # fmt: skip
     for more in ([], ["trainer.resume=run/checkpoints/step-000001"]):
         wait(start(2, run_commands, folder, free_port(), [[*words, *more]]), folder)
     (_, first, again), (_, other_first, other_again) = (
         (folder / f"drawn-{rank}").read_text().splitlines() for rank in range(2)
     )
     assert (again, other_again) == (first, other_first) and first != other_first
+    assert len(list(folder.glob("run/checkpoints/step-000001/shards/*"))) == 2
 
 
 FAULTY = """

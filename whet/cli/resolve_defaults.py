@@ -53,8 +53,9 @@ def resolve_defaults(config: RunConfig, train: Any, evaluation: Any) -> Resolved
     """Encodes the rows, and sets apply_chat_template, max_tokens_to_generate and max_prompt_length where they are open.
 
     Args: config: of the run. train, evaluation: its rows; None = none.
-    Raises: DataError: prompts over the limit, or over the model's context: how many, the longest, what 95 % have.
-        ConfigError: no tokenizer; a stream, whose longest prompt nobody knows, without max_prompt_length.
+    Raises: DataError: prompts over the limit, or over the model's context; the message has their number, the
+        longest length and the 95th percentile.
+        ConfigError: no tokenizer; a stream, whose longest prompt is unknown, without max_prompt_length.
     """
     tokenizer = load_tokenizer(config.tokenizer or config.actor.model, trust_remote_code=config.actor.trust_remote_code)
     config = with_template(config, tokenizer, train)

@@ -100,7 +100,7 @@ def _rows() -> list[dict[str, Any]]:
 
 
 def heldout_rows() -> list[dict[str, Any]]:
-    """The prompts that no training sees, not even the SFT of the starting model."""
+    """The prompts that no training uses, not even that of the starting model."""
     return _rows()[:HELD_OUT]
 
 

@@ -24,7 +24,7 @@ CELLS = (
     ("tokens/s", ("perf/tokens_per_second",)),
     ("memory", ("memory/peak_allocated", "peak memory")),
 )
-"""Beside the main metric: the name that is shown, and the metrics of which the first that a run has is taken."""
+"""The metrics beside the main one: the name that is shown, and metrics of a run; the first that it has is taken."""
 _NAME, _VALUE, _GAP = 10, 8, 2
 _BYTES = 1 if sys.platform == "darwin" else 1024
 """The unit of getrusage's memory."""

@@ -55,7 +55,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of a value of each run."""
+        """The spread of values, one for each run."""
         mean = math.fsum(values) / len(values)
         if len(values) == 1:
             return cls(mean, math.nan, 1)

@@ -166,7 +166,7 @@ class Grammars:
     ) -> dict[int, FinishReason]:
         """Advances constrained rows by one token.
 
-        Args: matchers: by row. tokens: int [n], what rows first.. have drawn.
+        Args: matchers: by row. tokens: int [n], drawn by the n rows from `first` on.
         Returns: the rows after which no token may follow, with their finish_reason.
         """
         for row, matcher in matchers.items():

@@ -252,8 +252,8 @@ class Rollouts:
         max_concurrent_calls: external calls that run at once.
         trace: receives the external calls, and the time for which the engine has nothing to do but to wait for them.
 
-    A caller may set `should_stop`. Once it returns True, episodes of which none gets on for STOP_WAIT_S are cancelled,
-    and RolloutStopped is raised.
+    A caller may set `should_stop`. Once it returns True, the episodes are cancelled if none of
+    them makes progress for STOP_WAIT_S, and RolloutStopped is raised.
     """
 
     def __init__(

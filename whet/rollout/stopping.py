@@ -84,7 +84,7 @@ def find_stop_string(
         tokens: the completion so far.
         stop: the strings.
         new: the number of tokens since the last call; the earlier ones complete no string.
-    Returns: the number of tokens to keep, the last of which completes a string; None = no string is complete.
+    Returns: the number of tokens to keep, up to the one that completes a string; None = no string is complete.
 
     >>> find_stop_string(lambda ids: "".join(map(chr, ids)), [97, 98, 99, 100], ["bc", "d"], new=3)
     3

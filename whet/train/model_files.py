@@ -100,7 +100,7 @@ class ModelFiles:
             self.loaded.module.generation_config.to_json_file(folder / "generation_config.json")  # pyright: ignore
 
     def shards(self) -> tuple[dict[str, Tensor], Any]:
-        """What a resumed worker needs: tensors, of which this process has its shards, and the optimizer's plain state.
+        """What a resumed worker needs: this process's shards of the tensors, and the optimizer's plain state.
 
         Returns: "model.<parameter>" and "optim.<parameter>.<key>" -> tensor; the state, for `write_plain`.
         """

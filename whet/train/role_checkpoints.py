@@ -223,10 +223,15 @@ class Checkpoints:
         def save(ranks: Ranks, tensors: Mapping[str, Tensor]) -> None:
             try:
                 sums = write_shards(tensors, folder / SHARDS, ranks)
-            except BaseException:
+            except BaseException as error:
                 if ranks.is_writer:
                     remove_path(folder)
-                raise
+                if not isinstance(error, CheckpointError):
+                    raise
+                raise CheckpointError(
+                    f"checkpoint of step {step}: {error}; earlier ones are kept. Make room or fix its permissions, "
+                    "then resume with trainer.resume=latest"
+                ) from error
             known = {f"{SHARDS}/{name}": digest for name, digest in sums.items()}
             ranks.call_on_writer(lambda: finish_checkpoint(root, step, folder, run=self.run, known=known))
 

@@ -124,7 +124,7 @@ class ModelWorker:
         self.seed = seed
         self.version = 0
         self.tokens_after_restart: int | None = None
-        """The token budget after a restart of several processes, one of which, this one, ran out of memory."""
+        """The token budget after a restart of several processes, if this one ran out of memory before it."""
         self._smaller_tokens: int | None = None
         """The token budget of an update after one that ran out of memory."""
         self._flops = 0.0
@@ -283,7 +283,7 @@ class ModelWorker:
         return states, divergence.gkd_beta
 
     def layers(self) -> AbstractContextManager[None]:
-        """A context for forward and backward passes, in which whet's own forwards of layers are active."""
+        """A context for forward and backward passes that runs layers by whet's faster forwards."""
         return nullcontext() if self.fast_layers is None else self.fast_layers.enabled()
 
     def micro_batches(
@@ -577,7 +577,7 @@ class ModelWorker:
             self._files_of(module).write(folder, self.version)
 
     def shards(self) -> tuple[dict[str, Tensor], Any]:
-        """What a resumed worker needs: tensors, of which this process has its shards, and plain state.
+        """What a resumed worker needs: this process's shards of the tensors, and plain state.
 
         See ModelFiles.shards; the tensors are the worker's own, which the next update changes.
         """

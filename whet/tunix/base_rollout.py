@@ -97,7 +97,7 @@ class BaseRolloutAdapter(QueueEngine):
     def of_class(
         cls, rollout: Any, module: nn.Module, *, tokenizer: Any, mesh: Any, rollout_config: Any
     ) -> BaseRolloutAdapter:
-        """The engine of a rollout class, or a partial of one, which is called with Tunix's arguments.
+        """Builds the engine of a rollout class, or of a partial of one; it is called with Tunix's arguments.
 
         Args: module: the policy. tokenizer: its tokenizer. mesh: of Role.ROLLOUT, or None.
         """

@@ -69,7 +69,7 @@ class VanillaRollout:
     """Samples from a model that it does not train, with the methods of Tunix's rollout class.
 
     Args: model: a module of transformers, a folder or a hub name. tokenizer: a tokenizer, a folder or a hub name; None
-        = the model's folder. cache_config_or_size: most tokens of a prompt and its completion together.
+        = the model's folder. cache_config_or_size: the most tokens of a prompt and its completion together.
 
     >>> from whet.demo import small_model
     >>> rollout = VanillaRollout(small_model(seed=0), "byte", 64)

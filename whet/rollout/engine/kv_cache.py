@@ -57,7 +57,7 @@ class KVStore:
         """Counts the times that the buffers moved."""
 
     def reserve(self, rows: int, length: int, *, longest: int | None = None) -> None:
-        """Makes room for rows and places, a quarter more places than needed; the content is kept.
+        """Grows to these rows and places, with a quarter more places than needed; the content is kept.
 
         Args: rows, length: needed. longest: places that no row will ever exceed.
         """

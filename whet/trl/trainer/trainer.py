@@ -219,8 +219,8 @@ class Trainer(HubMixin):
             return factories.optimizer_from_class(*cls_and_kwargs, self.args, self.max_steps or 1, set_scheduler)
         if optimizer is not None and self.args.world_size > 1:
             raise ConfigError(
-                f"optimizers has an optimizer over the whole model's weights, of which each of {self.args.world_size} "
-                "processes has a shard; set optim and lr_scheduler_type, or give optimizer_cls_and_kwargs"
+                f"optimizers has an optimizer over the whole model's weights, and each of {self.args.world_size} "
+                "processes has only a shard of them; set optim and lr_scheduler_type, or give optimizer_cls_and_kwargs"
             )
         if optimizer is not None:
             return factories.existing_optimizer(optimizer, self.scheduler, self.args.max_grad_norm)

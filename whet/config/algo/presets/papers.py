@@ -80,17 +80,17 @@ def dr_grpo(**changes: Any) -> GRPOConfig:
 
 
 def dapo(**changes: Any) -> GRPOConfig:
-    """DAPO: a wider clip above, a mean over tokens, groups that agree replaced, long completions punished softly.
+    """DAPO: a higher upper clip, a mean over tokens, dynamic sampling, and a soft penalty on long completions.
 
     A_i = (r_i − mean_g(r)) / std_g(r); L = Σ_i Σ_t −min(ρ A, clip(ρ, 1 − ε, 1 + ε_high) A) / Σ_i n_i;
-    to r_i comes the punishment of OverlongBuffer. It needs trainer.max_steps.
+    r_i includes the penalty of OverlongBuffer. It needs trainer.max_steps.
     Args: changes: fields in place of these; overlong_buffer's max_response_length is usually
         rollout.max_tokens_to_generate.
     Source: arXiv:2503.14476, equations 8 to 13; ε = 0.2, ε_high = 0.28, 16 completions, a buffer of 4096 tokens before
         20480: section 4.1; no KL: section 2.3. Equation 8 divides by the tokens of one group, so that the mean of it
         over prompts is loss_agg_mode="prompt-mean-token-mean"; the authors' code (verl), Tunix and TRL divide by the
         tokens of the batch, and so does this. Overlong filtering is mask_truncated_completions, off here: the authors'
-        scripts have the soft punishment instead. The bound on batches of prompts (max_num_gen_batches) is whet's.
+        scripts have the soft penalty instead. The bound on batches of prompts (max_num_gen_batches) is whet's.
 
     >>> dapo().clip_range, dapo(epsilon_high=0.3).clip_range
     ((0.2, 0.28), (0.2, 0.3))

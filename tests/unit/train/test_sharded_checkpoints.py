@@ -1,0 +1,78 @@
+"""Sharded checkpoints of one process; those of several are compared in equivalence/test_torchrun.py."""
+
+import pytest
+import torch
+from helpers import tiny_model
+
+from whet.config import CheckpointingOptions, OptimConfig, Role
+from whet.data.tokenizer import byte_tokenizer
+from whet.errors import CheckpointError
+from whet.models.load import load_model
+from whet.ops import nll
+from whet.parallel import shards
+from whet.train.role_checkpoints import Checkpoints
+from whet.train.role_trainer import RoleTrainer
+from whet.train.worker import ModelWorker
+
+STATE = {"step": 1, "tokens": 0, "inputs": {}, "observers": {}, "random": {}, "settings": {}, "stream": {}}
+
+
+def checkpoints(root, seed=0, dtype=None, **options):
+    worker = ModelWorker(load_model(tiny_model(seed)), optim=OptimConfig(lr=0.1), dtype=dtype)
+    options = CheckpointingOptions(**(options or {"enable_async_checkpointing": True}))
+    made = Checkpoints(root, {Role.ACTOR: RoleTrainer(worker, loss=nll)}, options=options)
+    made.open()
+    return worker, made
+
+
+def update(worker):
+    for name, p in worker.optim.params.items():
+        worker.optim.masters[name].grad = torch.ones_like(worker.optim.masters[name]) * p.numel()
+    worker.optim_step()
+
+
+def state(worker):
+    moments, _ = worker.optim.state(sharded=True)
+    return {**moments, **{name: m.detach() for name, m in worker.optim.masters.items()}}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_an_asynchronous_save_has_the_state_of_its_step(tmp_path, dtype):
+    worker, made = checkpoints(tmp_path / "c", dtype=dtype)
+    update(worker)
+    saved = {name: x.clone() for name, x in state(worker).items()}
+    folder = made.save(1, STATE, tokenizer=byte_tokenizer(), keep=None)
+    for _ in range(3):  # meanwhile
+        update(worker)
+    made.wait()
+    made.close()
+    other, again = checkpoints(tmp_path / "c", seed=1, dtype=dtype)
+    again.verify(folder)
+    again.load(folder)
+    found = state(other)
+    assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
+    assert other.updates == 1 and all(
+        torch.equal(p, other.optim.masters[n].to(p)) for n, p in other.optim.params.items()
+    )
+
+
+@pytest.mark.parametrize("options", [{"sharded": True}, {"enable_async_checkpointing": True}])
+def test_a_save_that_fails_names_step_and_fix_and_keeps_the_one_before(tmp_path, monkeypatch, options):
+    _, made = checkpoints(tmp_path, **options)
+    made.save(1, STATE, tokenizer=byte_tokenizer(), keep=1)
+    made.wait()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shards.HuggingFaceStorageWriter, "write_data", full)
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint of step 2: .*No space left on device; earlier ones are kept"
+    ):
+        made.save(2, {**STATE, "step": 2}, tokenizer=byte_tokenizer(), keep=1)
+        made.wait()
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != ".lock") == ["latest", "step-000001"]
+    other = load_model(tiny_model(num_hidden_layers=1))
+    wrong = Checkpoints(None, {Role.ACTOR: RoleTrainer(ModelWorker(other, optim=OptimConfig()), loss=nll)})
+    with pytest.raises(CheckpointError, match=r"holds another model: 'model.layers.1.* is on one side only"):
+        wrong.load(tmp_path / "step-000001")
