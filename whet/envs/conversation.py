@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from whet.config.rollout import RolloutConfig
 from whet.data.prompts import PromptEncoder
 from whet.envs.environment import ENVIRONMENT_REWARD, EnvironmentInstance
 from whet.envs.failures import EpisodeFailures
 from whet.envs.multi_turn import run_turns, stand_in
-from whet.envs.script import Script
+from whet.envs.script import Script, load_script
 from whet.envs.tool_calls import ToolTemplate
 from whet.envs.tool_episodes import PROMPT
 from whet.envs.transcript import ChatTranscript
@@ -75,6 +76,30 @@ class Conversation:
         kind = script.environment
         has_tools = kind is not None and bool(kind.tool_names)
         self._template = ToolTemplate(encode.tokenizer, encode.template.options, end_ids) if has_tools else None
+
+    @classmethod
+    def from_config(
+        cls,
+        config: RolloutConfig,
+        encode: PromptEncoder,
+        *,
+        end_ids: Sequence[int],
+        max_length: int | None,
+        failures: EpisodeFailures,
+    ) -> Conversation:
+        """The episodes of a configuration. Args: as in the class."""
+        return cls(
+            load_script(config.env_path, turns=config.max_turns),
+            encode,
+            end_ids=end_ids,
+            max_turns=config.max_turns,
+            max_tokens=config.most_tokens,
+            max_length=max_length,
+            timeout_s=config.turn_timeout_s,
+            tool_timeout_s=config.tool_timeout_s,
+            episode_timeout_s=config.episode_timeout_s,
+            failures=failures,
+        )
 
     def run_episode(self, episode: Episode, sampling: Sampling) -> Turns:
         """Runs an episode. Args: sampling: its max_tokens is that of one turn."""
