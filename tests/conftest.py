@@ -16,8 +16,9 @@ import torch
 
 from whet.observe import plot_curves
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background jobs ignore Ctrl-C, which tests send
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for ignored, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(ignored) == signal.SIG_IGN:  # by a shell's background job, or nohup; tests send them
+        signal.signal(ignored, handler)
 torch.set_num_threads(int(os.environ.get("WHET_TEST_THREADS", "1")))
 pytest.register_assert_rewrite("contract", "tiny")  # what they assert is shown as in a test
 
@@ -58,6 +59,19 @@ def imports(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
+def variables():
+    """A test leaves the environment's variables of whet as they were: the tests behind it read them too."""
+    before = {k: v for k, v in os.environ.items() if k.startswith("WHET_")}
+    yield
+    after = {k: v for k, v in os.environ.items() if k.startswith("WHET_")}
+    if after != before:
+        for name in after.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+    assert after == before
+
+
+@pytest.fixture(autouse=True)
 def seeds():
     """The global generators start each test at the same place; whet itself draws from none of them."""
     random.seed(0)
@@ -66,7 +80,7 @@ def seeds():
 
 
 @pytest.fixture(autouse=True)
-def one_panel(monkeypatch):
+def one_panel(variables, monkeypatch):  # variables first: what monkeypatch sets is taken back before it looks
     """What commands draw in the test's own process has one panel: all eight cost more than most runs do."""
     from whet.cli import commands
 

@@ -4,6 +4,7 @@ import dataclasses
 import doctest
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -249,6 +250,7 @@ def test_every_side_and_every_mechanism_switched_off_makes_the_same_update(scrip
     with pytest.MonkeyPatch.context() as patch:  # a mechanism is switched off for good: each run has its own process
         from whet.models import forward, matmul
 
+        patch.setenv("WHET_NATIVE", os.environ.get("WHET_NATIVE", "1"))
         patch.setattr(forward, "linear_stats", forward.linear_stats)
         patch.setattr(matmul, "MIN_MULTIPLICATIONS", matmul.MIN_MULTIPLICATIONS)
         for mechanism in ("", *train_step.WITHOUT["tiny"]):

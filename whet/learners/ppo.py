@@ -20,7 +20,7 @@ has its own sampling parameters, reward functions and a reward model may be used
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -172,10 +172,7 @@ class PPOLearner(PolicyLearner):
             return super().update(step, mini)
         self.cluster.release_engine_memory()
         with self.cluster.trace.span("update_critic"):
-            group_of = mini.group_of.index_select(0, mini.trajectory_of)
-            for groups in _split_evenly(mini.num_groups, self.algo_config.critic_updates):
-                within = (group_of >= groups.start) & (group_of < groups.stop)
-                part = mini.select(within.nonzero().flatten())
+            for part in _split_mini_batch(mini, self.algo_config.critic_updates):
                 rewarded = part.replace(mask=part.mask & (part.need("has_reward") > 0))
                 step = step.log(self.critic_trainer.update(rewarded, select=with_trained_tokens))
         return step if step.index <= self.algo_config.critic_warmup_steps else super().update(step, mini)
@@ -235,6 +232,13 @@ def _split_evenly(count: int, parts: int) -> list[range]:
     """
     size = -(-count // parts)
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _split_mini_batch(mini: TokenBatch, parts: int) -> Iterator[TokenBatch]:
+    """Splits a mini-batch into at most `parts` parts of whole groups."""
+    group_of = mini.group_of.index_select(0, mini.trajectory_of)
+    for groups in _split_evenly(mini.num_groups, parts):
+        yield mini.select(((group_of >= groups.start) & (group_of < groups.stop)).nonzero().flatten())
 
 
 def with_has_reward(batch: TokenBatch, rewards: RewardBatch) -> TokenBatch:

@@ -1,26 +1,32 @@
-"""A file of completions as the report's page reads it: groups of a prompt, with each token's text and logprob."""
+"""A file of completions as the report's page reads it: an index, by which the page sorts and filters, and parts.
+
+The index has the numbers of each completion; the parts have the texts of prompts and completions, with what is known of
+each token, and the page loads those that it draws. So a step of 100,000 completions, or a transcript of 100 MB, opens
+as fast as a small one.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from whet.storage.completions import read_completions
+import numpy as np
 
-__all__ = ["TokenTexts", "chunk", "load_token_texts", "split_chunk"]
+from whet.storage.completions import REWARD, iter_completions
+
+__all__ = ["TokenTexts", "load_token_texts", "prompt_means", "step_scripts"]
 
 SCALE = 100
 """Logprobs (without their sign), entropies and the logarithms of ratios are written as whole hundredths of a nat."""
-INLINE_CHARACTERS, LEAST_CHARACTERS, PART_CHARACTERS = 4_000_000, 2_000, 400_000
-"""Of the texts of a step: about how many come with it, at least how many of each text, and how many in a later part."""
-_OF_TOKENS = ("len", "lp", "ratio", "ent", "adv", "vs")
-"""Keys of an item whose lists have an entry for each token."""
+SEGMENT = 20_000
+"""Characters of a completion that the page draws at once; a longer one is several segments."""
+PART = 500_000
+"""Characters of a part, about: what the page loads at once."""
 _TOKENIZERS = ("final", "checkpoints/*/actor", "start")
 """Where a run folder may hold tokenizer.json."""
 
@@ -80,131 +86,167 @@ def load_token_texts(run: str | Path, model: Any = None) -> TokenTexts | None:
     return None
 
 
-def chunk(path: Path, token_texts: TokenTexts | None) -> dict[str, Any]:
-    """A file of completions, ready for the page.
+def step_scripts(path: Path, token_texts: TokenTexts | None) -> Iterator[tuple[str, str]]:
+    """A file of completions as JSON texts for the page, one after the other.
 
     Args: path: a file of RunFolder.write_completions. token_texts: None = completions without their tokens.
-    Returns: `functions`, the names of the reward functions; `groups`, each with `row`, `prompt` and `items`. An item
-        has `g` (generation), `r` (reward), `f` (a reward for each function), `a` (advantage), `end` (finish reason),
-        `v` (version), `n` (tokens), `text`, `info`, `s` (seconds by phase), and, with token texts, `tokens` (their text
-        end to end; absent if it is `text`), `len` (UTF-16 units of each token) and numbers of each token, null where
-        unknown or not sampled by the model: `lp` (logprob), `ratio` (log of trainer / sampler), `ent` (entropy), see
-        SCALE; `adv` (advantage, absent if all are equal) and `vs` (versions, absent if all are `v`).
+    Yields: (".0", a part), (".1", the next part) ..., and at last ("", the index).
+    Raises: CheckpointError: the file can't be read.
+
+    A part is a list of segments. For each group there is a segment with its `prompt`, and then for each completion one
+    or more, with `t` (text), and in the first of them `g` (generation), `v` (version), `info` and `s` (seconds by
+    phase). With token texts a segment has `k` (the tokens' text, if it is not `t`), `len` (UTF-16 units of each token)
+    and numbers of each token, null where unknown or not sampled by the model: `lp` (logprob), `ratio` (log of trainer /
+    sampler), `ent` (entropy), see SCALE; `adv` (advantage, absent if all are equal) and `vs` (versions, absent if all
+    are `v`).
+
+    The index has, of each group, `rows` and `sizes` (completions); of each completion `r` (reward), `f` (for each of
+    `functions` a list of rewards), `a` (advantage), `n` (tokens), `end` (finish reason, as a number in `ends`) and
+    `segments` (how many; null = one each); and `parts`, the number of the first segment of each part.
+    """
+    index = _Index()
+    held: list[str] = []
+    size = count = 0
+    for segment in _segments(path, token_texts, index):
+        text = json.dumps(segment, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        if not held:
+            index.parts.append(count)
+        held.append(text)
+        size, count = size + len(text), count + 1
+        if size >= PART:
+            yield f".{len(index.parts) - 1}", f"[{','.join(held)}]"
+            held, size = [], 0
+    if held:
+        yield f".{len(index.parts) - 1}", f"[{','.join(held)}]"
+    yield "", json.dumps(index.value(), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def prompt_means(path: Path) -> list[float]:
+    """The mean reward of each group of a file of completions, of those that have one.
+
     Raises: CheckpointError: the file can't be read.
     """
-    columns, rewards = read_completions(path)
-    functions = list(rewards)
-    prompts = columns.get("prompt_text") or columns["prompt"]
-    groups: list[dict[str, Any]] = []
+    groups: list[list[float]] = []
+    for begins, row in _in_groups(iter_completions(path, ["row", "generation", "reward"])):
+        if begins:
+            groups.append([])
+        if (reward := _number(row["reward"])) is not None:
+            groups[-1].append(reward)
+    return [sum(rewards) / len(rewards) for rewards in groups if rewards]
+
+
+class _Index:
+    """What `step_scripts` yields at last, as it grows."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.sizes: list[int] = []
+        self.parts: list[int] = []
+        self._segments: list[int] = []
+        self._columns: dict[str, list[Any]] = {"r": [], "a": [], "n": [], "end": []}
+        self._functions: dict[str, list[float | None]] = {}
+        self._ends: dict[str, int] = {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Adds a completion, of one segment, to the last group."""
+        self.sizes[-1] += 1
+        self._segments.append(1)
+        end = self._ends.setdefault(row["finish_reason"], len(self._ends))
+        values = (_number(row["reward"]), _number(row.get("advantage")), len(row["tokens"]), end)
+        for column, value in zip(self._columns.values(), values, strict=True):
+            column.append(value)
+        for name, value in row.items():
+            if name.startswith(REWARD):
+                self._functions.setdefault(name.removeprefix(REWARD), []).append(_number(value))
+
+    def add_segment(self) -> None:
+        """Adds a segment to the last completion."""
+        self._segments[-1] += 1
+
+    def value(self) -> dict[str, Any]:
+        """The index, JSON-able."""
+        found = {"functions": list(self._functions), "f": list(self._functions.values()), "ends": list(self._ends)}
+        segments = self._segments if any(n > 1 for n in self._segments) else None
+        groups = {"rows": self.rows, "sizes": self.sizes, "parts": self.parts, "segments": segments}
+        return {**found, **groups, **self._columns}
+
+
+def _in_groups(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[bool, Mapping[str, Any]]]:
+    """Whether a row begins a group, and the row. A prompt that comes twice in a step is two groups."""
     previous: tuple[int, int] | None = None
-    for i, (row, generation) in enumerate(zip(columns["row"], columns["generation"], strict=True)):
-        if previous is None or row != previous[0] or generation <= previous[1]:
-            groups.append({"row": row, "prompt": prompts[i] or columns["prompt"][i], "items": []})
-        previous = (row, generation)
-        item = _item(columns, i)
-        item["f"] = [_number(rewards[name][i]) for name in functions]
-        if token_texts is not None:
-            item |= _tokens(columns, i, token_texts, item["text"])
-        groups[-1]["items"].append(item)
-    return {"functions": functions, "groups": groups}
+    for row in rows:
+        yield previous is None or row["row"] != previous[0] or row["generation"] <= previous[1], row
+        previous = (row["row"], row["generation"])
 
 
-def split_chunk(found: dict[str, Any], inline: int = INLINE_CHARACTERS) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Takes the ends of long texts out of a `chunk`, so that the page loads them when they are looked at.
-
-    Args: found: is changed. inline: about how many characters of all texts stay.
-    Returns: the chunk, and its parts: each continues the text, the tokens and their lists of one item. The item has the
-        numbers of its parts as `rest` = [first, end], and `size`, the UTF-16 units of its whole text.
-
-    >>> items = [{"text": "a" * 5000}, {"text": "b"}]
-    >>> short, parts = split_chunk({"groups": [{"items": items}]}, inline=6000)
-    >>> [(len(i["text"]), i.get("rest")) for i in items], [len(part["text"]) for part in parts]
-    ([(3000, [0, 1]), (1, None)], [2000])
-    """
-    items = [item for group in found["groups"] for item in group["items"]]
-    limit = max(LEAST_CHARACTERS, inline // max(1, len(items)))
-    parts: list[dict[str, Any]] = []
-    for item in items:
-        size = max(len(item["text"]), len(item.get("tokens", "")))
-        if size > limit:
-            first, *rest = _cut(item, limit)
-            item.update(first, rest=[len(parts), len(parts) + len(rest)], size=len(_utf16(_shown(item))) // 2)
-            parts += rest
-    return found, parts
+def _segments(path: Path, token_texts: TokenTexts | None, index: _Index) -> Iterator[dict[str, Any]]:
+    for begins, row in _in_groups(iter_completions(path)):
+        if begins:
+            index.rows.append(row["row"])
+            index.sizes.append(0)
+            yield {"prompt": row.get("prompt_text") or row["prompt"]}
+        index.add(row)
+        found: dict[str, Any] = {"g": row["generation"], "v": row["version"]}
+        for short, name in (("info", "info"), ("s", "seconds")):
+            if text := row.get(name):
+                found[short] = json.loads(text)
+        for i, segment in enumerate(_of_text(row) if token_texts is None else _of_tokens(row, token_texts)):
+            if i > 0:
+                index.add_segment()
+            yield segment if i > 0 else {**found, **segment}
 
 
-def _cut(item: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
-    """The pieces of an item's text, tokens and lists. No token is cut. Args: limit: of the first, in UTF-16 units."""
-    text = _utf16(_shown(item))
-    bounds = [limit, *range(limit + PART_CHARACTERS, len(text) // 2, PART_CHARACTERS)]
-    pieces: list[dict[str, Any]] = [{} for _ in range(len(bounds) + 1)]
-    if "len" in item:
-        ends = list(accumulate(item["len"]))
-        cuts = [bisect_right(ends, bound) for bound in bounds]
-        bounds = [ends[cut - 1] if cut else 0 for cut in cuts]
-        for name in _OF_TOKENS:
-            for piece, values in zip(pieces, _pieces(item.get(name, []), cuts), strict=True):
-                piece.update({name: values} if name in item else {})
-    for piece, part in zip(pieces, _pieces(text, [2 * bound for bound in bounds]), strict=True):
-        piece["tokens" if "tokens" in item else "text"] = part.decode("utf-16-le", "surrogatepass")
-    if "tokens" in item:  # their text is another one, which is cut anywhere
-        for piece, part in zip(pieces, _pieces(item["text"], bounds), strict=True):
-            piece["text"] = part
-    return pieces
+def _of_text(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    text = row["completion"] or ""
+    for start in range(0, len(text) or 1, SEGMENT):
+        yield {"t": text[start : start + SEGMENT]}
 
 
-def _shown(item: Mapping[str, Any]) -> str:
-    return item.get("tokens", item["text"])
+def _of_tokens(row: Mapping[str, Any], token_texts: TokenTexts) -> Iterator[dict[str, Any]]:
+    text, texts = row["completion"] or "", token_texts(row["tokens"].tolist())
+    whole, ends = "".join(texts), np.cumsum([len(t) for t in texts], dtype=np.int64)
+    numbers = _token_numbers(row, len(texts))
+    first, start = 0, 0
+    while first == 0 or first < len(texts):
+        after = min(len(texts), int(np.searchsorted(ends, start + SEGMENT)) + 1)
+        end = int(ends[after - 1]) if texts else 0
+        part, own = text[start : end if after < len(texts) else None], whole[start:end]
+        lengths = [
+            len(t) if t.isascii() else len(t.encode("utf-16-le", "surrogatepass")) // 2 for t in texts[first:after]
+        ]
+        found = {"t": part, "len": lengths, **{name: of(first, after) for name, of in numbers.items()}}
+        yield found if own == part else {**found, "k": own}
+        first, start = after or 1, end
 
 
-def _utf16(text: str) -> bytes:
-    return text.encode("utf-16-le", "surrogatepass")
-
-
-def _pieces(values: Any, cuts: Sequence[int]) -> list[Any]:
-    """A sequence cut at these places."""
-    return [values[a:b] for a, b in pairwise([0, *cuts, len(values)])]
-
-
-def _item(columns: Mapping[str, Sequence[Any]], i: int) -> dict[str, Any]:
-    item = {
-        "g": columns["generation"][i],
-        "r": _number(columns["reward"][i]),
-        "a": _number(columns["advantage"][i]) if "advantage" in columns else None,
-        "end": columns["finish_reason"][i],
-        "v": columns["version"][i],
-        "n": len(columns["tokens"][i]),
-        "text": columns["completion"][i] or "",
+def _token_numbers(row: Mapping[str, Any], count: int) -> dict[str, Callable[[int, int], list[Any]]]:
+    """What is known of the tokens: the name on the page -> the values of tokens first to after."""
+    logprobs, trainer, entropy, advantages, versions = map(
+        row.get, ("logprobs", "trainer_logprobs", "entropy", "advantages", "versions")
+    )
+    sampled = np.ones(count, bool) if versions is None else versions >= 0
+    hundredths = lambda values: lambda first, after: _hundredths(values[first:after], sampled[first:after])
+    found: dict[str, Callable[[int, int], list[Any]]] = {
+        "lp": hundredths(np.full(count, math.nan) if logprobs is None else -logprobs)
     }
-    for short, name in (("info", "info"), ("s", "seconds")):
-        if text := columns[name][i] if name in columns else None:
-            item[short] = json.loads(text)
-    return item
+    if trainer is not None and logprobs is not None:
+        found["ratio"] = hundredths(trainer.astype(float) - logprobs)
+    if entropy is not None:
+        found["ent"] = hundredths(entropy)
+    if advantages is not None and len(np.unique(advantages[~np.isnan(advantages)])) > 1:
+        found["adv"] = lambda first, after: [_number(a) for a in advantages[first:after].tolist()]
+    if versions is not None and len(np.unique(versions[sampled])) > 1:
+        found["vs"] = lambda first, after: versions[first:after].tolist()
+    return found
 
 
-def _tokens(columns: Mapping[str, Sequence[Any]], i: int, token_texts: TokenTexts, text: str) -> dict[str, Any]:
-    texts = token_texts(columns["tokens"][i])
-    whole = "".join(texts)
-    value = lambda name: columns[name][i] if name in columns else None
-    versions, logprobs, trainer, advantages = map(value, ("versions", "logprobs", "trainer_logprobs", "advantages"))
-    sampled = [v >= 0 for v in versions] if versions else [True] * len(texts)
-    found: dict[str, Any] = {
-        "len": [len(t.encode("utf-16-le", "surrogatepass")) // 2 for t in texts],
-        "lp": _hundredths([-p for p in logprobs], sampled) if logprobs else [None] * len(texts),
-    }
-    if trainer and logprobs:
-        found["ratio"] = _hundredths([new - old for new, old in zip(trainer, logprobs, strict=True)], sampled)
-    if entropy := value("entropy"):
-        found["ent"] = _hundredths(entropy, sampled)
-    if advantages and len({a for a in advantages if not math.isnan(a)}) > 1:
-        found["adv"] = [_number(a) for a in advantages]
-    if versions and len(set(versions) - {-1}) > 1:
-        found["vs"] = versions
-    return found if whole == text else {**found, "tokens": whole}
-
-
-def _hundredths(values: Sequence[float], sampled: Sequence[bool]) -> list[int | None]:
-    return [round(v * SCALE) if s and math.isfinite(v) else None for v, s in zip(values, sampled, strict=True)]
+def _hundredths(values: np.ndarray, sampled: np.ndarray) -> list[int | None]:
+    scaled = np.rint(values.astype(float) * SCALE)
+    known = sampled & np.isfinite(scaled)
+    found: list[int | None] = np.where(known, scaled, 0).astype(np.int64).tolist()
+    for i in np.flatnonzero(~known).tolist():
+        found[i] = None
+    return found
 
 
 def _number(value: float | None) -> float | None:

@@ -1,23 +1,23 @@
 """Writes the report: a page, and beside it the data, which the page loads as scripts.
 
-A page that is opened from disk may not fetch files, but it may load scripts: so each file of completions becomes a
-script of its own, loaded when its step is looked at.
+A page that is opened from disk may not fetch files, but it may load scripts: so each file of completions becomes an
+index, loaded when its step is looked at, and parts, loaded when their completions are drawn or searched.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from whet.errors import CheckpointError, ConfigError
 from whet.evaluation.estimators import estimate
-from whet.report.completions import chunk, load_token_texts, split_chunk
+from whet.report.completions import load_token_texts, prompt_means, step_scripts
 from whet.report.run_data import CompletionFile, completion_files, run_data
 
-__all__ = ["chunk_scripts", "keep_within", "page_text", "script_text", "standard_error", "write_report"]
+__all__ = ["keep_within", "page_text", "script_text", "standard_error", "write_report"]
 
 log = logging.getLogger("whet")
 
@@ -69,7 +69,7 @@ def page_text(title: str, *, live: bool = False) -> str:
     import html
 
     text = (_PAGE / "index.html").read_text(encoding="utf-8")
-    for name in ("page.css", "page.js"):
+    for name in ("page.css", "page.js", "completions.js"):
         text = text.replace(f"/*{name}*/", (_PAGE / name).read_text(encoding="utf-8"))
     text = text.replace("whet.start(false)", f"whet.start({'true' if live else 'false'})")
     return text.replace("<title></title>", f"<title>{html.escape(title)} · whet</title>")
@@ -90,14 +90,12 @@ def keep_within(files: Sequence[CompletionFile], sizes: Sequence[int], limit: fl
     return sorted(kept, key=lambda f: (f.step, f.mode))
 
 
-def standard_error(found: dict[str, Any]) -> float | None:
-    """The standard error of the mean reward of a `chunk`, clustered by prompt; None for fewer than two prompts."""
-    means = []
-    for group in found["groups"]:
-        rewards = [item["r"] for item in group["items"] if item["r"] is not None]
-        if rewards:
-            means.append(sum(rewards) / len(rewards))
-    error = estimate(means).se
+def standard_error(path: Path) -> float | None:
+    """The standard error of the mean reward of a file of completions, clustered by prompt; None below two prompts.
+
+    Raises: CheckpointError: the file can't be read.
+    """
+    error = estimate(prompt_means(path)).se
     return None if error != error else float(f"{error:.4g}")
 
 
@@ -113,31 +111,20 @@ def _write_chunks(
     console = Console(stderr=True)
     for file in track(files, data["name"], console=console, transient=True, disable=not console.is_terminal):
         try:
-            found = chunk(file.path, token_texts)
+            for suffix, text in step_scripts(file.path, token_texts):
+                key = f"{i}-{file.key}{suffix}"
+                _write(out / "data" / f"{key}.js", script_text(key, text))
+            listed.append(file.entry(i, standard_error(file.path) if file.mode == "eval" else None))
         except CheckpointError as error:
             log.warning("%s; the report leaves it out", error)
-            continue
-        entry = file.entry(i, standard_error(found) if file.mode == "eval" else None)
-        for key, script in chunk_scripts(entry["key"], found):
-            _write(out / "data" / f"{key}.js", script)
-        listed.append(entry)
     return listed
 
 
-def chunk_scripts(key: str, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The scripts of a file of completions, with their keys: 0-train-000012, and 0-train-000012.0, ... for long texts.
-
-    Args: key: of the file. found: its `chunk`, which is changed.
-    """
-    short, parts = split_chunk(found)
-    for name, value in [(key, short), *((f"{key}.{n}", part) for n, part in enumerate(parts))]:
-        yield name, script_text(name, value)
-
-
 def script_text(key: str, value: Any) -> str:
-    """A script that hands a value to the page. Args: key: its name there. value: JSON-able."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return f"whet.receive({json.dumps(key)},{text})\n"
+    """A script that hands a value to the page. Args: key: its name there. value: JSON-able, or a JSON text."""
+    if not isinstance(value, str):
+        value = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return f"whet.receive({json.dumps(key)},{value})\n"
 
 
 def _write(path: Path, text: str) -> None:

@@ -19,16 +19,16 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from whet.errors import CheckpointError, ConfigError
-from whet.report.completions import TokenTexts, chunk, load_token_texts
-from whet.report.report import Warnings, chunk_scripts, page_text, script_text, standard_error
+from whet.report.completions import TokenTexts, load_token_texts, step_scripts
+from whet.report.report import Warnings, page_text, script_text, standard_error
 from whet.report.run_data import CompletionFile, completion_files, metric_columns, run_data
 from whet.storage.run_folder import read_metrics
 
 __all__ = ["LOOPBACK", "LiveRuns", "make_server"]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_CACHED_CHUNKS = 32
-"""Files of completions that are kept in memory."""
+_CACHED_BYTES = 400_000_000
+"""Scripts of completions that are kept in memory, beside those of the step that was asked for last."""
 
 
 class LiveRuns:
@@ -42,7 +42,8 @@ class LiveRuns:
         self._folders = [Path(run) for run in runs]
         self._find_warnings = find_warnings
         self._lock = threading.Lock()
-        self._chunks: OrderedDict[tuple[str, int], dict[str, bytes]] = OrderedDict()
+        self._scripts_lock = threading.Lock()
+        self._scripts: OrderedDict[tuple[Path, int], dict[str, bytes]] = OrderedDict()
         self._errors: dict[tuple[Path, int], float | None] = {}
         self._texts: dict[int, TokenTexts] = {}
         self.title = " · ".join(data["name"] for data in self.data())
@@ -68,30 +69,33 @@ class LiveRuns:
             new[mode] = {"replace": not continues, **metric_columns(found[count if continues else 0 :])}
         return {**self._with_completions(i, whole), "metrics": new}
 
-    def chunk(self, key: str) -> bytes:
+    def script(self, key: str) -> bytes:
         """A script of a file of completions.
 
-        Args: key: the run's number, mode and step, as the page has them: 0-train-000012; with the number of a part,
-            0-train-000012.3, what continues a long text.
-        Raises: KeyError: there is no such file.
+        Args: key: the run's number, mode and step, as the page has them, and the part; without it, the index:
+            0-train-000012.3.
+        Raises: KeyError: there is no such script.
         """
-        whole = key.partition(".")[0]
-        number, _, name = whole.partition("-")
+        number, _, name = key.partition("-")
+        name, dot, part = name.partition(".")
         if not number.isdecimal() or int(number) >= len(self._folders):
             raise KeyError(key)
         i = int(number)
         file = next((f for f in completion_files(self._folders[i]) if f.key == name), None)
         if file is None:
             raise KeyError(key)
-        with self._lock:
-            at = (whole, file.path.stat().st_mtime_ns)
-            if at not in self._chunks:
-                scripts = chunk_scripts(whole, chunk(file.path, self._token_texts(i)))
-                self._chunks[at] = {name: script.encode("utf-8", "replace") for name, script in scripts}
-                while len(self._chunks) > _CACHED_CHUNKS:
-                    self._chunks.popitem(last=False)
-            self._chunks.move_to_end(at)
-            return self._chunks[at][key]
+        with self._scripts_lock:
+            at = (file.path, file.path.stat().st_mtime_ns)
+            if at not in self._scripts:
+                self._scripts[at] = {
+                    suffix: script_text(f"{i}-{name}{suffix}", text).encode("utf-8", "replace")
+                    for suffix, text in step_scripts(file.path, self._token_texts(i))
+                }
+                size = sum(len(text) for scripts in self._scripts.values() for text in scripts.values())
+                while size > _CACHED_BYTES and len(self._scripts) > 1:
+                    size -= sum(map(len, self._scripts.popitem(last=False)[1].values()))
+            self._scripts.move_to_end(at)
+            return self._scripts[at][dot + part]
 
     def _with_completions(self, i: int, data: dict[str, Any]) -> dict[str, Any]:
         files = completion_files(self._folders[i])
@@ -103,10 +107,10 @@ class LiveRuns:
     def _token_texts(self, i: int) -> TokenTexts | None:
         """Loads the tokenizer of run i, which has one in its folder only when a checkpoint is written."""
         if i not in self._texts:
-            texts = load_token_texts(self._folders[i], run_data(self._folders[i])["config"].get("actor.model"))
-            if texts is None:
+            found = load_token_texts(self._folders[i], run_data(self._folders[i])["config"].get("actor.model"))
+            if found is None:
                 return None
-            self._texts[i] = texts
+            self._texts[i] = found
         return self._texts[i]
 
     def _standard_error(self, file: CompletionFile) -> float | None:
@@ -115,7 +119,7 @@ class LiveRuns:
         at = (file.path, file.path.stat().st_mtime_ns)
         if at not in self._errors:
             try:
-                self._errors[at] = standard_error(chunk(file.path, None))
+                self._errors[at] = standard_error(file.path)
             except CheckpointError:
                 self._errors[at] = None
         return self._errors[at]
@@ -175,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
             found = self.live.update(int(query["run"]), cursors)
             return self._send(200, "application/json", json.dumps(found, allow_nan=False).encode("utf-8", "replace"))
         name = path.removeprefix("/data/").removesuffix(".js")
-        self._send(200, "text/javascript", self.live.chunk(name))
+        self._send(200, "text/javascript", self.live.script(name))
 
     def _is_allowed(self, token: str) -> bool:
         if self.secret is None:

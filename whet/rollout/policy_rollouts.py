@@ -227,7 +227,7 @@ def _episode(
     rng_key = (*group, generation)
     if run_episode is None:
         return single_turn(prompt, sampling, rng_key=rng_key, expected=expected)
-    return Episode(prompt, rng_key, functools.partial(run_episode, sampling=sampling))
+    return Episode(prompt, rng_key, lambda episode: run_episode(episode, sampling))
 
 
 def _without_greedy(group: Group, num_generations: int) -> Group:

@@ -6,14 +6,14 @@ docs/run-folder.md describes the columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from whet.errors import CheckpointError, DataError
 from whet.storage.files import to_json, write_atomic
 
-__all__ = ["REWARD", "read_completions", "write_completions"]
+__all__ = ["REWARD", "iter_completions", "read_completions", "write_completions"]
 
 REWARD = "reward/"
 """The prefix of the column of a reward function."""
@@ -72,6 +72,33 @@ def read_completions(path: Path) -> tuple[dict[str, list[Any]], dict[str, list[f
     named = [n for n in table.column_names if n.startswith(REWARD)]
     known = lambda values: [math.nan if v is None else float(v) for v in values]
     return columns, {n.removeprefix(REWARD): known(table.column(n).to_pylist()) for n in named}
+
+
+def iter_completions(path: Path, names: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Reads a file that `write_completions` wrote, a row at a time: a file can be larger than the memory for lists.
+
+    Args: names: the columns; None = all.
+    Yields: column -> its value; lists are numpy arrays.
+    Raises: CheckpointError: the file can't be read, or a column is missing.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    array = lambda cell: cell.values.to_numpy(zero_copy_only=False) if cell.is_valid else None
+    wanted = names or [name for name in _types() if name not in OPTIONAL]
+    try:
+        with pq.ParquetFile(path) as file:
+            if missing := [name for name in wanted if name not in file.schema_arrow.names]:
+                raise CheckpointError(f"{path} is not a file of completions: it lacks {', '.join(missing)}; remove it")
+            for batch in file.iter_batches(batch_size=256, columns=names):
+                of = {
+                    name: [array(cell) for cell in column] if pa.types.is_list(column.type) else column.to_pylist()
+                    for name, column in zip(batch.schema.names, batch.columns, strict=True)
+                }
+                for values in zip(*of.values(), strict=True):
+                    yield dict(zip(of, values, strict=True))
+    except (OSError, pa.ArrowException) as error:
+        raise CheckpointError(f"{path} is not a file of completions: {error}; remove it") from error
 
 
 def _types() -> dict[str, Any]:

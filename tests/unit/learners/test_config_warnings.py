@@ -31,7 +31,8 @@ def weigh(x, *, norm_var):
         (
             GRPOConfig,
             {"gamma": 0.9},
-            "gamma=0.9 has no effect without advantage_estimator=reinforce_plus_plus; set that, or leave gamma at 1.0",
+            "gamma=0.9 has no effect without advantage_estimator=turn_rloo or reinforce_plus_plus; set that, or leave "
+            "gamma at 1.0",
         ),
         (GRPOConfig, {"norm_var": True}, "norm_var=True has no effect without advantage_estimator=reinforce;"),
         (GRPOConfig, {"global_norm": True}, "global_norm=True has no effect without advantage_estimator=reinforce;"),

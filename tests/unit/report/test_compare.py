@@ -34,7 +34,9 @@ def test_runs_that_differ_in_the_seed_are_one_column(tmp_path):
     found = compare_runs(runs, last=1)
     assert found.groups == (("a0", "a1"), ("b",))
     assert found.settings == {"actor.lr": ["0.1", "0.2"]} and found.environment == {"versions.torch": ["2.13", "2.12"]}
-    assert found.metrics["reward"] == [Spread(pytest.approx(0.3), pytest.approx(math.sqrt(0.02)), 2), Spread.of([0.3])]
+    both, alone = found.metrics["reward"]
+    assert both == Spread(pytest.approx(0.3), pytest.approx(math.sqrt(0.02)), 2)
+    assert (alone.mean, alone.runs) == (0.3, 1) and math.isnan(alone.deviation)
     assert str(found.metrics["eval reward"][0]) == "0.6 ± 0.141 (2)"
     assert compare_runs(runs, last=10).metrics["reward"][1].mean == pytest.approx(0.2)
     assert list(compare_runs(runs, metrics=["eval reward"]).metrics) == ["eval reward"]

@@ -13,7 +13,7 @@ from whet.report.report import write_report
 from whet.report.server import LiveRuns, make_server
 from whet.storage.completions import write_completions
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
+BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
@@ -47,7 +47,7 @@ def report(tmp_path_factory):
         for file, step in (("train-000300", 300), ("train-000600", 600), ("eval-000600", 600)):
             n = GROUPS * SIZE
             texts = [f"<b>answer {i}</b> " + "word " * (i % 7) for i in range(n)]
-            texts[3] = "long " * 10_000 + "needle"
+            texts[3] = "long " * 9_998 + "at the end"
             write_completions(
                 folder / name / "completions" / f"{file}.parquet",
                 step=step,
@@ -92,8 +92,9 @@ def page(browser, report):
     page.close()
 
 
-def count(page):
-    return page.inner_text(".bar .dim")
+def count(page, shown):
+    """Waits until the page says how many completions it shows."""
+    page.wait_for_function("text => document.querySelector('.count').textContent === text", arg=shown, timeout=5000)
 
 
 def test_every_tab_draws(page):
@@ -151,10 +152,10 @@ def test_the_keyboard_alone_reaches_the_completions_of_a_step_and_their_filters(
     page.wait_for_selector(".group")
     tab_to("finish reason")
     page.keyboard.press("End")
-    assert count(page) == "16 of 160 completions"
+    count(page, "16 of 160 completions")
     tab_to("find text")
     page.keyboard.type("question 2")
-    assert count(page) == "5 of 160 completions"
+    count(page, "5 of 160 completions")
     tab_to("link")
     page.keyboard.press("Enter")
     assert page.evaluate("location.hash").startswith("#completions/0-train-000300/")
@@ -185,31 +186,35 @@ def test_smoothing_and_axis_redraw_the_curves(page):
 def test_filters_and_orders_of_completions(page):
     page.goto(page.url.partition("#")[0] + "#completions/0-train-000600")
     page.wait_for_selector(".group")
-    assert count(page) == "160 of 160 completions"
+    count(page, "160 of 160 completions")
     assert page.locator(".item b", has_text="answer").count() == 0  # a text is no HTML
     page.select_option("select[aria-label='finish reason']", "length")
-    assert count(page) == "16 of 160 completions"
+    count(page, "16 of 160 completions")
     page.select_option("select[aria-label='finish reason']", "")
     page.fill("input[aria-label='least reward']", "0.9")
-    assert count(page) == "20 of 160 completions"
+    count(page, "20 of 160 completions")
     page.fill("input[aria-label='least reward']", "")
     page.fill("input[aria-label='find text']", "question 39")
-    assert count(page) == "4 of 160 completions"
-    page.fill("input[aria-label='find text']", "needle")  # at the end of a text that comes in two scripts
-    page.wait_for_function("document.querySelector('.bar .dim').textContent === '1 of 160 completions'")
-    page.fill("input[aria-label='find text']", "")
-    page.fill("input[aria-label='least tokens']", "6")
-    assert count(page) == "45 of 160 completions"
-    page.fill("input[aria-label='most tokens']", "6")
-    assert count(page) == "23 of 160 completions"
-    for label in ("least tokens", "most tokens"):
-        page.fill(f"input[aria-label='{label}']", "")
+    count(page, "4 of 160 completions")
     page.fill("input[aria-label='find text']", "nowhere")
-    assert page.locator("text=No completion fits").count() == 1
+    page.wait_for_selector("text=No completion fits")
     page.fill("input[aria-label='find text']", "")
+    page.fill("input[aria-label='find text']", "at the end")
+    count(page, "1 of 160 completions")
+    assert page.input_value("input[aria-label='part of the completion']") == "3"
+    assert page.evaluate("[...CSS.highlights.get('found')].map(String)") == ["at the end"]
+    page.click("text=from the beginning")
+    assert page.inner_text(".item .text").startswith("long long")
+    page.fill("input[aria-label='find text']", "")
+    page.fill("input[aria-label='least tokens']", "3")
+    page.fill("input[aria-label='most tokens']", "4")
+    count(page, "46 of 160 completions")
+    assert page.inner_text(".item header >> nth=0").split("\n")[2] == "3 tokens"
+    page.click("text=clear")
+    count(page, "160 of 160 completions")
     for order, row in (("worst", "row 1"), ("best", "row 0"), ("spread", "row 1"), ("long", "row 1"), ("row", "row 0")):
         page.select_option("select[aria-label='order']", order)
-        assert page.text_content(".group header b >> nth=0") == row
+        page.wait_for_selector(f".group header b >> nth=0 >> text='{row}'")
     page.click("button[aria-label='previous step']")
     page.wait_for_url("**/0-train-000300")
     assert page.is_disabled("button[aria-label='previous step']")
@@ -222,11 +227,14 @@ def test_tokens_are_coloured_by_what_is_asked_for(page):
     colours = set()
     for by in ("logprob", "ratio", "entropy", "advantage"):
         page.select_option("select[aria-label='colour']", by)
+        page.wait_for_timeout(50)
         colours.add(token.get_attribute("style"))
     assert len(colours) == 4 and None not in colours
+    token.hover()
     title = "p 0.607, logprob -0.50, ratio 0.90, entropy 1.50, version 600"
     assert token.get_attribute("title") == title
     page.select_option("select[aria-label='colour']", "entropy")
+    page.wait_for_selector("text=no entropy")
     assert "no entropy of tokens" in page.locator(".item").first.inner_text()
     assert "no entropy" not in page.locator(".item").nth(6).inner_text()
 
@@ -235,14 +243,20 @@ def test_long_lists_and_long_texts_are_drawn_in_parts(page):
     page.goto(page.url.partition("#")[0] + "#completions/0-train-000600")
     page.wait_for_selector(".group")
     assert page.locator(".group").count() < GROUPS
-    button = page.locator(".text button.more")
-    assert button.count() == 1
-    button.click()
     page.locator(".text button.more").click()
-    assert page.locator(".text >> nth=3").text_content() == "long " * 10_000 + "needle"
-    for _ in range(5):
+    length = "document.querySelectorAll('.text')[3].textContent.length"
+    assert page.evaluate(length) > 4000
+    page.fill("input[aria-label='part of the completion']", "3")
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.querySelectorAll('.text')[3].textContent.startsWith('long')")
+    for _ in range(20):
+        page.locator(".text >> nth=3").evaluate("node => { node.scrollTop = node.scrollHeight }")
+        page.wait_for_timeout(20)
+    assert page.evaluate(length) == 10_000  # the third part of 50,000 characters
+    page.mouse.move(600, 60)
+    for _ in range(20):
         page.mouse.wheel(0, 20_000)
-        page.wait_for_timeout(100)
+        page.wait_for_timeout(50)
     assert page.locator(".group").count() == GROUPS
 
 

@@ -1,6 +1,5 @@
 """The report: what it takes from a run folder, and what it leaves out."""
 
-import copy
 import json
 import math
 
@@ -9,7 +8,7 @@ import pytest
 from whet.cli import main
 from whet.cli.report import find_warnings
 from whet.errors import ConfigError
-from whet.report.completions import TokenTexts, chunk, split_chunk
+from whet.report.completions import PART, SEGMENT, TokenTexts, step_scripts
 from whet.report.report import standard_error, write_report
 from whet.report.run_data import metric_columns, run_data
 from whet.storage.completions import write_completions
@@ -61,6 +60,17 @@ def received(path):
     return key, json.loads(text[13 + value + 1 : -1])
 
 
+def scripts_of(path, decode=None):
+    """The index, and all segments, of a file of completions."""
+    found = {key: json.loads(text) for key, text in step_scripts(path, decode and TokenTexts(decode))}
+    index = found.pop("")
+    starts = [0]
+    for part in found.values():
+        starts.append(starts[-1] + len(part))
+    assert list(found) == [f".{i}" for i in range(len(found))] and index["parts"] == starts[:-1]
+    return index, [segment for part in found.values() for segment in part]
+
+
 def test_a_report_has_the_metrics_settings_and_completions_of_a_run(run, tmp_path):
     page = write_report([run], tmp_path / "out", find_warnings=find_warnings)
     assert page.stat().st_size < 1e6 and "<title>a · whet</title>" in page.read_text()
@@ -81,15 +91,16 @@ def test_a_report_has_the_metrics_settings_and_completions_of_a_run(run, tmp_pat
     assert data["completions"][2]["se"] == 0.25  # prompts' means 0.5 and 1.0
     key, found = received(tmp_path / "out/data/0-train-000002.js")
     assert key == "0-train-000002" and found["functions"] == ["exact"]
-    assert [[item["r"] for item in group["items"]] for group in found["groups"]] == [[1.0, 0.0], [None, 1.0]]
+    assert found["r"] == [1.0, 0.0, None, 1.0] and found["sizes"] == [2, 2] and found["f"] == [[1.0, 0.0, None, 1.0]]
+    key, segments = received(tmp_path / "out/data/0-train-000002.0.js")
+    assert key == "0-train-000002.0" and [s.get("prompt", s.get("t")) for s in segments][:3] == ["p0", "Hi", "!"]
 
 
 def test_tokens_have_their_text_and_logprob(run):
-    bytes_ = TokenTexts(lambda ids: bytes(ids).decode("utf-8", "replace"))
-    (first, second) = chunk(run / "completions/train-000001.parquet", bytes_)["groups"]
-    assert first["items"][0]["len"] == [1, 1] and first["items"][0]["lp"] == [50, None]
-    assert "tokens" not in first["items"][0]  # it is the text
-    assert second["items"][0]["tokens"] == "é" and second["items"][0]["len"] == [1, 0]
+    decode = lambda ids: bytes(ids).decode("utf-8", "replace")
+    _, (_, first, _, _, second, _) = scripts_of(run / "completions/train-000001.parquet", decode)
+    assert first["len"] == [1, 1] and first["lp"] == [50, None] and "k" not in first  # the tokens' text is the text
+    assert second["k"] == "é" and second["t"] == "Ã©" and second["len"] == [1, 0]
 
 
 def test_tokens_have_the_values_of_the_trainer_where_the_run_has_them(tmp_path):
@@ -100,19 +111,38 @@ def test_tokens_have_the_values_of_the_trainer_where_the_run_has_them(tmp_path):
         seconds=[{"engine": 1.5, "tools": 0.25}, {}],
     )  # fmt: skip
     write_completions(tmp_path / "train-000001.parquet", step=1, columns=columns, rewards={})
-    (group,) = chunk(tmp_path / "train-000001.parquet", TokenTexts(lambda ids: bytes(ids).decode()))["groups"]
-    first, second = group["items"]
+    _, (_, first, second) = scripts_of(tmp_path / "train-000001.parquet", lambda ids: bytes(ids).decode())
     assert first["lp"] == [50, None, 100] and first["ratio"] == [25, None, -50] and first["ent"] == [200, None, 12]
     assert first["adv"] == [0.5, None, -0.5] and first["vs"] == [3, -1, 4] and first["s"]["tools"] == 0.25
     assert not {"ratio", "ent", "adv", "vs", "s"} & second.keys()
 
 
+def test_a_long_completion_is_cut_between_tokens_and_its_parts_add_up(tmp_path):
+    long = [65, 66, 0xC3, 0xA9] * (PART // 3) + [67]
+    tokens = [[65], long, [66], []]
+    columns = completions([1.0] * 4, tokens, [[-0.01 * (k % 9) for k in range(len(ids))] for ids in tokens])
+    columns["completion"] = [bytes(ids).decode() for ids in tokens]
+    path = tmp_path / "train-000001.parquet"
+    write_completions(path, step=1, columns=columns, rewards={})
+    for decode in (None, lambda ids: bytes(ids).decode("utf-8", "replace")):
+        index, segments = scripts_of(path, decode)
+        count = index["segments"][1]
+        assert index["segments"] == [1, count, 1, 1] and count >= len(columns["completion"][1]) / (SEGMENT + 1)
+        own = segments[2 : 2 + count]
+        assert len(index["parts"]) > 1 and "".join(s["t"] for s in own) == columns["completion"][1]
+        assert max(len(s["t"]) for s in own) <= SEGMENT + 1 and index["n"] == [1, len(long), 1, 0]
+        if decode is not None:
+            assert all(sum(s["len"]) == len(s["t"]) and len(s["len"]) == len(s["lp"]) for s in own)
+            assert [p for s in own for p in s["lp"]] == [k % 9 for k in range(len(long))]
+        assert segments[-2]["t"] == "B" and segments[-1]["t"] == "" and segments[3 + count - 1]["prompt"] == "p1"
+
+
 def test_a_prompt_that_comes_twice_in_a_step_is_two_groups(tmp_path):
     columns = completions([1.0] * 4, [[65]] * 4, [[0.0]] * 4, row=[7] * 4)
     write_completions(tmp_path / "train-000001.parquet", step=1, columns=columns, rewards={})
-    found = chunk(tmp_path / "train-000001.parquet", None)
-    assert [len(g["items"]) for g in found["groups"]] == [2, 2] and "lp" not in found["groups"][0]["items"][0]
-    assert standard_error(found) == 0.0
+    index, segments = scripts_of(tmp_path / "train-000001.parquet")
+    assert index["sizes"] == [2, 2] and index["segments"] is None and "lp" not in segments[1]
+    assert standard_error(tmp_path / "train-000001.parquet") == 0.0
 
 
 def test_large_runs_leave_out_steps_and_say_so(run, tmp_path):
@@ -156,25 +186,3 @@ def test_the_command(run, tmp_path, capsys, monkeypatch):
 def test_a_missing_run_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match="is no folder"):
         run_data(tmp_path / "none")
-
-
-@pytest.mark.parametrize("tokens", [None, "same", "other"])
-def test_a_long_text_and_what_its_tokens_have_are_cut_without_loss_and_no_token_is_cut(tokens, monkeypatch):
-    monkeypatch.setattr("whet.report.completions.PART_CHARACTERS", 700)
-    words = [" 😀"] + ["word", "é", "", "x" * 50] * 300  # a smile has two UTF-16 units
-    item = {"text": "".join(words), "n": len(words)}
-    if tokens is not None:
-        item |= {"len": [len(w.encode("utf-16-le")) // 2 for w in words], "lp": list(range(len(words)))}
-    if tokens == "other":
-        item |= {"text": "a text of its own " * 1000, "tokens": "".join(words)}
-    whole = copy.deepcopy(item)
-    short, parts = split_chunk({"groups": [{"items": [item, {"text": "b"}]}]}, inline=2 * 2500)
-    assert short["groups"][0]["items"][0] is item and item.pop("rest") == [0, len(parts)] and len(parts) > 10
-    assert item.pop("size") == len("".join(words)) + 1
-    for name in ("len", "lp"):
-        if tokens is not None:
-            assert [v for piece in (item, *parts) for v in piece[name]] == whole[name]
-            shown = [(piece["len"], piece.get("tokens", piece["text"])) for piece in (item, *parts)]
-            assert all(sum(units) == len(text.encode("utf-16-le")) // 2 for units, text in shown)
-    for name in ("text", "tokens"):
-        assert "".join(piece.get(name, "") for piece in (item, *parts)) == whole.get(name, "")

@@ -75,7 +75,15 @@ def test_the_page_and_its_data(run, served):
     status, text, headers = get(url + "data/runs.js")
     assert status == 200 and text.startswith('whet.receive("runs",[') and headers["Cache-Control"] == "no-store"
     assert get(url + "data/0-train-000002.js")[1].startswith('whet.receive("0-train-000002",')
-    for path in ("data/0-train-000009.js", "data/1-train-000002.js", "data/0-../../config.js", "config.yaml", "update"):
+    assert json.loads(get(url + "data/0-train-000002.0.js")[1][32:-2])[1]["t"] == "2"
+    for path in (
+        "data/0-train-000002.1.js",
+        "data/0-train-000009.js",
+        "data/1-train-000002.js",
+        "data/0-../../config.js",
+        "config.yaml",
+        "update",
+    ):
         assert get(url + path)[0] == 404, path
 
 

@@ -1,6 +1,6 @@
 "use strict";
-// The report of runs. Data arrive by whet.receive(key, value) from the scripts in data/: "runs" first, then a file of
-// completions whenever its step is looked at. Every text of a run is set as textContent, never as HTML.
+// The report of runs. Data arrive by whet.receive(key, value) from the scripts in data/: "runs" first, then of a step's
+// completions an index and parts (completions.js). Every text of a run is set as textContent, never as HTML.
 
 const PANELS = [ // title, metrics (the first that a run has), what it is, lowest value of the axis, log axis
   ["Learning", [
@@ -40,26 +40,39 @@ const PANELS = [ // title, metrics (the first that a run has), what it is, lowes
 const PHASES = { data: "#6c8ecb", rollout: "#4c78a8", rewards: "#f2a541", scoring: "#8e6bbf", update: "#3aa675", weight_sync: "#9aa3ad", eval: "#d0708f", checkpoint: "#a6763c" };
 const OTHER_COLORS = ["#5fb3b3", "#c17fd0", "#7f9a3d", "#d98c5f"];
 const W = 290, H = 128, LEFT = 50, RIGHT = 6, TOP = 8, BOTTOM = 18;
-const FIRST_TEXT = 20000; // characters of a completion that are drawn at once
-const FIRST_GROUPS = 12; // groups that are drawn at once
 const SVG = "http://www.w3.org/2000/svg";
 
+const PARTS = 64; // parts of completions that are held
+
 const whet = {
-  data: {}, waiting: {}, runs: [],
-  view: { tab: "overview", smooth: 0.8, x: "step", all: "", file: null, sort: "row", colour: "logprob", text: "", low: "", high: "", least: "", most: "", end: "", target: null },
+  data: {}, waiting: {}, held: [], steps: {}, runs: [],
+  view: { tab: "overview", smooth: 0.8, x: "step", all: "", file: null, sort: "row", colour: "logprob", text: "", low: "", high: "", short: "", long: "", end: "", target: null },
   receive(key, value) {
     this.data[key] = value;
-    (this.waiting[key] || []).forEach(f => f(value));
+    if (key.includes(".")) this.held.push(key);
+    if (this.held.length > PARTS) delete this.data[this.held.shift()];
+    (this.waiting[key] || []).forEach(([then]) => then(value));
     delete this.waiting[key];
   },
   load(key, then, failed) {
     if (key in this.data) return then(this.data[key]);
-    if (this.waiting[key]) return void this.waiting[key].push(then);
-    this.waiting[key] = [then];
-    const script = document.createElement("script");
+    if (this.waiting[key]) return void this.waiting[key].push([then, failed]);
+    this.waiting[key] = [[then, failed]];
+    const script = document.createElement("script"), done = () => script.remove();
     script.src = `data/${encodeURIComponent(key)}.js`;
-    script.onerror = () => { delete this.waiting[key]; failed(); };
+    script.onload = done;
+    script.onerror = () => {
+      const waited = this.waiting[key];
+      delete this.waiting[key];
+      done();
+      waited.forEach(([, f]) => f());
+    };
     document.head.append(script);
+  },
+  forget(run) { // the completions of a run that was resumed from an earlier step
+    for (const key of Object.keys(this.data)) if (key.startsWith(`${run}-`)) delete this.data[key];
+    for (const key of Object.keys(this.steps)) if (key.startsWith(`${run}-`)) delete this.steps[key];
+    this.held = this.held.filter(key => key in this.data);
   },
   start(live) {
     if (!this.data.runs) {
@@ -96,6 +109,7 @@ const whet = {
         const response = await fetch(`update?run=${i}&${at.join("&")}`);
         if (!response.ok) throw new Error(await response.text());
         const found = await response.json();
+        if (found.metrics.train.replace) this.forget(i);
         for (const mode of ["train", "eval"]) changed = appendRows(run.metrics[mode], found.metrics[mode]) || changed;
         changed = changed || found.completions.length !== run.completions.length;
         run.completions = found.completions;
@@ -482,190 +496,6 @@ function configTab() {
     part.append(el("h2", { text: title }), names.length ? el("div", { class: "scroll" }, table) : el("p", { class: "dim", text: "not in the run folder" }));
   }
   return part;
-}
-
-// ---- completions ---------------------------------------------------------------------------------------------------
-
-function completionsTab() {
-  const part = el("section"), files = whet.runs.flatMap((run, i) => run.completions.map(f => ({ ...f, run, i })));
-  if (!files.length) return el("p", { class: "dim", text: "The run folder has no completions." });
-  let at = files.findIndex(f => f.key === whet.view.file);
-  if (at < 0) at = files.findLastIndex ? files.findLastIndex(f => f.mode === "train") : files.length - 1;
-  if (at < 0) at = files.length - 1;
-  const file = files[at], list = el("div"), count = el("span", { class: "dim" });
-  whet.view.file = file.key;
-  const redraw = () => whet.load(file.key, chunk => { drawGroups(list, count, chunk, file); if (whet.view.text) search(chunk, whet.view.text); }, () => list.replaceChildren(el("p", { class: "bad", text: `data/${file.key}.js is missing` })));
-  const search = async (chunk, text) => { // long texts are here in part: the others are loaded, one after another
-    const current = () => list.isConnected && whet.view.text === text, long = chunk.groups.flatMap(g => g.items).filter(item => item.rest);
-    try {
-      for (const item of long) while (item.rest && current()) { count.textContent = "searching long texts"; await loadPart(item, file); }
-      if (long.length && current()) drawGroups(list, count, chunk, file);
-    } catch (error) { count.textContent = error.message; }
-  };
-  const filter = name => value => { whet.view[name] = value; redraw(); };
-  const label = f => `${whet.runs.length > 1 ? f.run.name + " · " : ""}${f.mode} step ${f.step} (${f.n})`;
-  const pick = selected(files.map(f => [f.key, label(f)]), file.key, key => go("completions", key), "step");
-  const move = (step, text, name) => {
-    const same = files.map((f, i) => [f, i]).filter(([f]) => f.mode === file.mode && f.i === file.i).map(([, i]) => i);
-    const next = same[same.indexOf(at) + step];
-    return el("button", { text, "aria-label": name, disabled: next === undefined, onclick: () => go("completions", files[next].key) });
-  };
-  const field = (name, attributes) => { const input = el("input", { ...attributes, value: whet.view[name] }); input.oninput = () => filter(name)(input.value); return input; };
-  const sorts = [["row", "order of the data"], ["best", "best first"], ["worst", "worst first"], ["spread", "widest spread first"], ["long", "longest first"]];
-  const colours = [["logprob", "probability"], ["ratio", "ratio trainer / sampler"], ["entropy", "entropy"], ["advantage", "advantage"], ["none", "nothing"]];
-  part.append(el("div", { class: "bar" },
-    move(-1, "←", "previous step"), pick, move(1, "→", "next step"),
-    el("label", {}, "sort ", selected(sorts, whet.view.sort, filter("sort"), "order")),
-    el("label", {}, "colour by ", selected(colours, whet.view.colour, filter("colour"), "colour")),
-    el("label", {}, "reward ", field("low", { type: "number", step: "any", placeholder: "from", "aria-label": "least reward" }), " ", field("high", { type: "number", step: "any", placeholder: "to", "aria-label": "greatest reward" })),
-    el("label", {}, "tokens ", field("least", { type: "number", min: 0, placeholder: "from", "aria-label": "least tokens" }), " ", field("most", { type: "number", min: 0, placeholder: "to", "aria-label": "most tokens" })),
-    el("label", {}, "ended by ", selected([["", "any"], ["stop", "stop"], ["length", "length"]], whet.view.end, filter("end"), "finish reason")),
-    field("text", { type: "search", placeholder: "find text", "aria-label": "find text" }), count));
-  if (file.run.left_out) part.append(el("p", { class: "dim", text: `${file.run.left_out} steps' completions are left out of this report for its size: whet report ${file.run.path} max_mb=1000 has more.` }));
-  list.append(el("p", { class: "dim", text: "loading" }));
-  part.append(list);
-  redraw();
-  return part;
-}
-
-function drawGroups(list, count, chunk, file) {
-  const v = whet.view, low = v.low === "" ? -Infinity : Number(v.low), high = v.high === "" ? Infinity : Number(v.high), text = v.text.toLowerCase();
-  const least = Number(v.least), most = v.most === "" ? Infinity : Number(v.most);
-  const fits = (item, group) => item.n >= least && item.n <= most && (item.r === null ? v.low === "" && v.high === "" : item.r >= low && item.r <= high) && (!v.end || item.end === v.end)
-    && (!text || item.text.toLowerCase().includes(text) || group.prompt.toLowerCase().includes(text));
-  const mean = g => { const r = g.items.map(i => i.r).filter(x => x !== null); return r.length ? r.reduce((a, b) => a + b, 0) / r.length : NaN; };
-  const spread = g => { const r = g.items.map(i => i.r).filter(x => x !== null); return r.length ? Math.max(...r) - Math.min(...r) : -1; };
-  const length = g => Math.max(...g.items.map(i => i.n));
-  let groups = chunk.groups.map((group, index) => ({ group, index, items: group.items.map((item, k) => ({ item, k })).filter(({ item }) => fits(item, group)) })).filter(g => g.items.length);
-  const by = { best: g => -mean(g.group), worst: g => mean(g.group), spread: g => -spread(g.group), long: g => -length(g.group) }[v.sort];
-  if (by) groups = groups.map(g => [by(g), g]).sort((a, b) => (Number.isNaN(a[0]) ? 1 : Number.isNaN(b[0]) ? -1 : a[0] - b[0])).map(([, g]) => g);
-  const order = { best: (a, b) => b.item.r - a.item.r, worst: (a, b) => a.item.r - b.item.r, long: (a, b) => b.item.n - a.item.n, spread: (a, b) => b.item.r - a.item.r }[v.sort];
-  if (order) for (const g of groups) g.items.sort(order);
-  if (v.sort === "spread") for (const g of groups) if (g.items.length > 2) g.items.splice(1, 0, g.items.pop()); // the best beside the worst
-  const shown = groups.reduce((a, g) => a + g.items.length, 0), total = chunk.groups.reduce((a, g) => a + g.items.length, 0);
-  count.textContent = `${shown} of ${total} completions`;
-  list.replaceChildren();
-  if (!groups.length) return list.append(el("p", { class: "dim", text: "No completion fits these filters." }));
-  if (v.target) groups = [...groups.filter(g => g.index === v.target[0]), ...groups.filter(g => g.index !== v.target[0])];
-  let next = 0;
-  const more = el("button", { class: "more", text: "show more" });
-  const add = () => {
-    for (const g of groups.slice(next, next + FIRST_GROUPS)) list.insertBefore(groupCard(g, chunk, file), more);
-    next += FIRST_GROUPS;
-    watcher.disconnect();
-    if (next >= groups.length) more.remove(); else watcher.observe(more); // anew: it may be in sight still
-  };
-  const watcher = new IntersectionObserver(entries => entries.some(e => e.isIntersecting) && add(), { rootMargin: "600px" });
-  more.onclick = add;
-  list.append(more);
-  add();
-}
-
-function groupCard({ group, index, items }, chunk, file) {
-  const rewards = group.items.map(i => i.r).filter(r => r !== null), mean = rewards.reduce((a, b) => a + b, 0) / (rewards.length || 1);
-  const head = el("header", {}, el("b", { text: `row ${group.row}` }), el("span", { class: "dim num", text: `  ${group.items.length} completion${group.items.length > 1 ? "s" : ""}, mean reward ${rewards.length ? short(mean) : "–"}` }), el("div", { class: "prompt", tabindex: 0, text: group.prompt }));
-  return el("article", { class: "group" }, head, el("div", { class: "items" }, ...items.map(({ item, k }) => itemCard(item, k, index, group, chunk, file))));
-}
-
-const NEEDS = { ratio: "ratio", entropy: "ent" }; // colour -> what an item must have
-
-function itemCard(item, k, index, group, chunk, file) {
-  const v = whet.view, target = v.target, linked = target && target[0] === index && target[1] === k;
-  const sign = item.a === null ? "" : item.a > 0 ? "good" : item.a < 0 ? "bad" : "dim";
-  const functions = chunk.functions.length > 1 ? chunk.functions.map((name, f) => `${name} ${short(item.f[f])}`).join(", ") : "";
-  const body = el("div", { class: "text", tabindex: 0, role: "region", "aria-label": "completion" });
-  fillText(body, item, 0, file);
-  const box = el("div", { class: linked ? "item linked" : "item" },
-    el("header", {},
-      el("b", { text: `reward ${item.r === null ? "none" : short(item.r)}` }),
-      item.a === null ? null : el("span", { class: sign, text: `advantage ${item.a > 0 ? "+" : ""}${short(item.a)}` }),
-      el("span", { class: "dim", text: `${item.n} tokens` }),
-      item.end === "stop" ? null : el("span", { class: "bad", text: `ended by ${item.end}` }),
-      item.s ? el("span", { class: "dim", title: "seconds that the episode waited for each", text: Object.entries(item.s).map(([name, s]) => `${name} ${seconds(s)}`).join(", ") }) : null,
-      functions ? el("span", { class: "dim", text: functions }) : null),
-    body,
-    v.colour in NEEDS && item.len && !item[NEEDS[v.colour]] ? el("p", { class: "dim", text: `no ${v.colour} of tokens: the trainer stores them every token_stats_every_n_steps, of completions that it updates on` }) : null,
-    item.info ? el("details", {}, el("summary", { class: "dim", text: "episode" }), el("pre", { class: "scroll", text: JSON.stringify(item.info, null, 1) })) : null,
-    el("footer", {},
-      el("button", { text: "link", title: "put the address of this completion into the address bar", onclick: () => { history.replaceState(null, "", "#" + ["completions", file.key, index, k].join("/")); if (navigator.clipboard) navigator.clipboard.writeText(location.href).catch(() => {}); } }),
-      el("button", { text: "save", title: "save this completion as JSON", onclick: async event => { try { while (item.rest) await loadPart(item, file); } catch (error) { event.target.textContent = error.message; return; } save(`${file.key}-${index}-${k}.json`, { run: file.run.path, mode: file.mode, step: file.step, row: group.row, prompt: group.prompt, functions: chunk.functions, ...item }); } })));
-  if (linked) requestAnimationFrame(() => box.scrollIntoView({ block: "center" }));
-  return box;
-}
-
-const loadPart = (item, file) => new Promise((done, failed) => { // the next part of a long text, behind what is here
-  const key = `${file.key}.${item.rest[0]}`;
-  whet.load(key, part => {
-    if (key in whet.data) { // two may have asked for it
-      for (const name in part) if (typeof part[name] === "string") item[name] += part[name]; else for (const value of part[name]) item[name].push(value);
-      if (++item.rest[0] === item.rest[1]) delete item.rest;
-      delete whet.data[key];
-    }
-    done();
-  }, () => failed(new Error(`data/${key}.js is missing`)));
-});
-
-function fillText(body, item, from, file) { // a part of a completion, as coloured tokens where they are known
-  const text = item.tokens === undefined ? item.text : item.tokens, v = whet.view;
-  if (!item.len || v.colour === "none") {
-    const plain = item.text;
-    body.append(plain.slice(from, from + FIRST_TEXT));
-    if (item.rest || plain.length > from + FIRST_TEXT) body.append(moreText(body, item, Math.min(from + FIRST_TEXT, plain.length), item.size || plain.length, file));
-    return;
-  }
-  let place = 0, i = 0;
-  while (i < item.len.length && place < from) place += item.len[i++];
-  const fragment = document.createDocumentFragment(), until = place + FIRST_TEXT;
-  for (; i < item.len.length && place < until; i++) {
-    const piece = text.slice(place, place += item.len[i]);
-    if (!piece) continue;
-    if (item.lp[i] === null) { fragment.append(el("span", { class: "given", title: "not sampled by the model", text: piece })); continue; }
-    const colour = tokenColour(item, i, v.colour);
-    fragment.append(el("span", { class: "tok", title: tokenTitle(item, i), style: colour.endsWith(",0.00)") ? null : `background:${colour}`, text: piece }));
-  }
-  body.append(fragment);
-  if (item.rest || i < item.len.length) body.append(moreText(body, item, place, item.size || text.length, file));
-}
-
-const at = (list, i) => list && list[i] !== null ? list[i] : undefined; // a number of a token, if it is known
-
-function tokenColour(item, i, by) {
-  if (by === "advantage") return signed((at(item.adv, i) ?? item.a ?? 0) / 3);
-  if (by === "ratio") return signed((at(item.ratio, i) ?? 0) / 100 / .3); // full at a ratio of 1.35, or its inverse
-  if (by === "entropy") return `rgba(110,90,220,${Math.min(.7, .35 * Math.sqrt((at(item.ent, i) ?? 0) / 100)).toFixed(2)})`;
-  return `rgba(224,96,60,${(.8 * (1 - Math.exp(-item.lp[i] / 100))).toFixed(2)})`;
-}
-
-function tokenTitle(item, i) {
-  const lp = -item.lp[i] / 100, ratio = at(item.ratio, i), entropy = at(item.ent, i), advantage = at(item.adv, i);
-  const parts = [`p ${Math.exp(lp).toFixed(3)}, logprob ${lp.toFixed(2)}`];
-  if (ratio !== undefined) parts.push(`ratio ${Math.exp(ratio / 100).toFixed(2)}`);
-  if (entropy !== undefined) parts.push(`entropy ${(entropy / 100).toFixed(2)}`);
-  if (advantage !== undefined) parts.push(`advantage ${short(advantage)}`);
-  parts.push(`version ${at(item.vs, i) ?? item.v}`);
-  return parts.join(", ");
-}
-
-function signed(x) { // green above 0, red below
-  const strength = Math.min(.6, .6 * Math.abs(x)).toFixed(2);
-  return x >= 0 ? `rgba(40,160,100,${strength})` : `rgba(220,70,50,${strength})`;
-}
-
-function moreText(body, item, from, length, file) {
-  const button = el("button", { class: "more", text: `show more (${short(length - from)} characters)` });
-  button.onclick = async () => {
-    const here = (item.tokens === undefined ? item.text : item.tokens).length;
-    try { if (item.rest && from + FIRST_TEXT > here) await loadPart(item, file); } catch (error) { button.textContent = error.message; return; }
-    button.remove();
-    fillText(body, item, from, file);
-  };
-  return button;
-}
-
-function save(name, value) {
-  const link = el("a", { href: URL.createObjectURL(new Blob([JSON.stringify(value, null, 1)], { type: "application/json" })), download: name });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
 const TABS = {

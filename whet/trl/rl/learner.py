@@ -79,7 +79,8 @@ class TRLLearner(GRPOLearner):
         if run_episode is None:
             episodes = single_turns(prompts, sampling, num_generations=count, rng_key=(0, step, first))
         else:
-            episodes = [Episode(prompt, (0, step, first + i, g), partial(run_episode, sampling=sampling))
+            run = lambda episode: run_episode(episode, sampling)
+            episodes = [Episode(prompt, (0, step, first + i, g), run)
                         for i, prompt in enumerate(prompts) for g in range(count)]  # fmt: skip
         with self.trainer.attention.native():
             groups = generate_groups(
