@@ -16,8 +16,9 @@ import torch
 
 from whet.observe import plot_curves
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background jobs ignore Ctrl-C, which tests send
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for ignored, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(ignored) == signal.SIG_IGN:  # by a shell's background job, or nohup; tests send them
+        signal.signal(ignored, handler)
 torch.set_num_threads(int(os.environ.get("WHET_TEST_THREADS", "1")))
 pytest.register_assert_rewrite("contract", "tiny")  # what they assert is shown as in a test
 

@@ -15,6 +15,7 @@ from whet.config.base import config_from_dict, partial_config_from_dict
 from whet.config.introspection import section_at
 from whet.config.loader import dump_tree, flatten, parse_config_args, read_yaml
 from whet.errors import ConfigError
+from whet.util.references import check_access
 
 __all__ = ["FULL_CONFIG_FILE", "command_of", "kept_from_run", "load_partial", "load_resumable"]
 
@@ -80,6 +81,7 @@ def _run_settings(cls: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     folder = trainer.get("run_dir")
     if not isinstance(folder, str):
         return {}
+    check_access(Path(folder) / FULL_CONFIG_FILE)
     whole, brief = (
         read_yaml(f) if (f := Path(folder) / name).is_file() else {} for name in (FULL_CONFIG_FILE, MINIMAL_CONFIG_FILE)
     )

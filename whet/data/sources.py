@@ -29,7 +29,7 @@ from whet.data.verifiers import PREFIX as VERIFIERS
 from whet.data.verifiers import check_taskset, taskset_rows
 from whet.errors import ConfigError, DataError, WhetError, format_exception, format_value, nearest
 from whet.util.model_paths import hub_unreachable_reason, split_revision
-from whet.util.references import is_ref, resolve_ref
+from whet.util.references import check_access, is_ref, resolve_ref
 
 __all__ = ["check_source", "have_same_rows", "load_rows"]
 
@@ -142,6 +142,7 @@ def _load_named(text: str, split: str | None, subset: str | None, streaming: boo
         return taskset_rows(text, split)
     with convert_read_errors(format_value(text), "check the path and its permissions"):
         path = Path(text).expanduser()
+        check_access(path)
         if is_part and (path.is_file() or (path / "state.json").is_file()):
             raise _no_splits_error(text, split)
         if path.is_file():

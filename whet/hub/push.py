@@ -25,6 +25,7 @@ from whet.hub.model_card import make_model_card, read_card_facts
 from whet.storage.checkpoint import step_of, verify_checkpoint, write_folder_atomic
 from whet.storage.files import read_json
 from whet.util.model_paths import hub_unreachable_reason
+from whet.util.references import check_access
 
 __all__ = ["PushResult", "check_hub_token", "push_folder", "push_to_hub"]
 
@@ -163,6 +164,7 @@ def check_hub_token(token: str | None = None) -> None:
 def _model_of(folder: Path, which: str) -> tuple[Path, int]:
     """The folder of the model and its step. Raises ConfigError if the run has no such model."""
     if not (folder / "config.yaml").is_file():
+        check_access(folder / "config.yaml")
         inside = folder.name == FINAL or folder.parent.name == "checkpoints"
         beside = [p.name for p in folder.parent.iterdir() if p != folder] if folder.parent.is_dir() else []
         hint = f"; give the run's folder, {folder.parent}" if inside else nearest(folder.name, beside)

@@ -312,7 +312,8 @@ class PolicyLearner(RLLearner):
     def assign_advantages(self, step: Step) -> Step:
         """Adds the advantages of the estimator, less the KL with kl_type="advantage".
 
-        Reads: batch.token_rewards, batch.values, batch.old_logprobs, batch.ref_logprobs. Writes: metrics.
+        Reads: batch.token_rewards, batch.episode_rewards, batch.values, batch.old_logprobs, batch.ref_logprobs.
+        Writes: metrics.
         """
         batch = step.batch
         x = advantage_inputs(batch, step.rewards, clip=self.algo_config.reward_clip_range)

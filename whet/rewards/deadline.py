@@ -122,12 +122,17 @@ def _call_and_restore(call: Callable[[], Any]) -> Any:
     """Calls a function, then restores the thread's state."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     loop = asyncio._get_running_loop()
+    task = None if loop is None else asyncio.current_task(loop)
+    if loop is not None and task is not None:
+        asyncio.tasks._leave_task(loop, task)  # since Python 3.14 a thread has one current task, whatever its loop
     asyncio._set_running_loop(None)  # a notebook's running loop would forbid asyncio.run
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):
             return contextvars.copy_context().run(call)
     finally:
         asyncio._set_running_loop(loop)
+        if loop is not None and task is not None:
+            asyncio.tasks._enter_task(loop, task)
         if device is not None:
             torch.cuda.set_device(device)
 

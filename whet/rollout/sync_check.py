@@ -26,7 +26,7 @@ from whet.util.tensor_sums import tensor_sums
 if TYPE_CHECKING:
     from whet.train.worker import ModelWorker
 
-__all__ = ["TOLERANCE", "SyncCheck"]
+__all__ = ["SyncCheck"]
 
 TOLERANCE = {"wide": 1e-3, "half": 0.25}
 """Largest mean difference of logprobs; vLLM's were 3e-6 (fp32) and 0.03 (bf16), stale weights some 10."""

@@ -29,6 +29,7 @@ from whet.errors import CheckpointError, format_exception
 from whet.storage.files import fsync as _fsync
 from whet.storage.files import is_temporary, read_json, remove_path, temporary_path, write_atomic
 from whet.storage.folder_lock import FolderLock
+from whet.util.references import check_access
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -417,6 +418,7 @@ def find_checkpoint(resume: str, root: Path | None) -> Path | None:
         path = Path(resume)
         if not (path / "run.pt").is_file():
             missing = path / "run.pt"
+            check_access(missing)
             raise CheckpointError(f"resume={resume!r} is not a checkpoint: {missing} is missing; give a step-* folder")
         return path
     if root is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from whet.errors import ConfigError, format_exception, format_value, nearest
 from whet.util.gguf import convert_gguf, gguf_file
+from whet.util.references import check_access
 
 __all__ = [
     "check_hub",
@@ -61,6 +62,7 @@ def model_folder(source: str | Path) -> str:
         raise ConfigError("the name of a model or tokenizer is empty; give a folder or a hub name")
     try:
         folder = folder.expanduser()
+        check_access(folder)
         exists, parent_exists = folder.exists(), folder.parent.is_dir()
     except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be read, no such user
         raise ConfigError(f"can't look for {format_value(name)}: {error}; give a folder or a hub name") from error
@@ -100,6 +102,7 @@ def model_folder(source: str | Path) -> str:
     if runs := find_runs(folder):
         return _newest_final(name, runs)
     if not any((folder / file).is_file() for file in _list_names(folder)):
+        check_access(folder / "config.json")
         content = ", ".join(sorted(_list_names(folder))[:8]) or "nothing"
         raise ConfigError(f"{name} has no model, tokenizer or run, but {content}; give the folder of one")
     return str(folder)

@@ -9,13 +9,25 @@ import pkgutil
 import sys
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from whet.errors import ConfigError, format_exception, format_value, lookup_error, nearest
 
-__all__ = ["is_ref", "resolve_callable", "resolve_module", "resolve_name", "resolve_ref"]
+__all__ = ["check_access", "is_ref", "resolve_callable", "resolve_module", "resolve_name", "resolve_ref"]
+
+
+def check_access(path: Path) -> None:
+    """Raises OSError for a file that only seems missing: a folder above it may not be entered, its name is too long.
+
+    Path.is_file and Path.exists raise these before Python 3.14; since then they return False.
+
+    >>> check_access(Path("no/such.file"))
+    """
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null character
+        path.stat()
 
 
 def is_ref(text: str) -> bool:
@@ -132,6 +144,7 @@ def _import_file(path: Path, text: str, kind: str) -> ModuleType:
     """The module of a file, which is run on first use."""
     try:
         path = path.expanduser()
+        check_access(path)
         exists = path.is_file()
         siblings = [p.name for p in path.parent.glob("*.py")] if not exists and path.parent.is_dir() else []
     except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be read, no such user

@@ -27,7 +27,7 @@ def test_the_client_trains_as_it_is():
     made = learner(agent)
     step, _ = batch_of(made)
     assert np.isfinite(step.rewards.total).all()
-    assert all(c.info == {"turns": 2} and c.prefix is None for c in completions_of(step))
+    assert all(c.info == {"status": "finished", "turns": 2} and c.prefix is None for c in completions_of(step))
     made.close()
 
 

@@ -59,7 +59,7 @@ def test_what_runs_in_one_process_is_refused_in_several(monkeypatch, tmp_path):
     make = functools.partial(GRPOTrainer, tiny_model(), length_reward, args, rows(8), processing_class=byte_tokenizer())
     with pytest.raises(ConfigError, match="WORLD_SIZE is 2, and tools and environments run in one process"):
         make(environment_factory=Environment)
-    with pytest.raises(ConfigError, match="each of 2 processes has a shard; set optim"):
+    with pytest.raises(ConfigError, match="each of 2 processes has only a shard of them; set optim"):
         make(optimizers=(torch.optim.SGD(tiny_model().parameters()), None))
     started(monkeypatch, ACCELERATE_USE_PARALLELISM_CONFIG="true", PARALLELISM_CONFIG_TP_SIZE="2")
     with pytest.raises(ConfigError, match="PARALLELISM_CONFIG_TP_SIZE=2 splits each model over 2 processes by tp, and"):
