@@ -29,6 +29,7 @@ from whet.config import (
     RunConfig,
     SourceConfig,
     SupervisedRunConfig,
+    TrainingConfig,
     check_complete,
     load_run,
 )
@@ -207,11 +208,16 @@ def _with_memory_plan(config: RunConfig) -> RunConfig:
     """Sets what is open to what fits the GPU of each process, where the embedded engine samples."""
     if config.rollout_engine != "embedded":
         return config
-    trainer = config.trainer
+    memory, num_processes = memory_of_gpus(config.trainer)
+    return config if memory is None else choose_settings(config, memory, num_processes)
+
+
+def memory_of_gpus(trainer: TrainingConfig) -> tuple[float | None, int]:
+    """The free bytes of the GPU that has the least, None if a process has none; and the number of processes."""
     ranks = join_processes(trainer.collective_timeout_s)  # it selects this process's GPU
     check_mesh(ranks.size, trainer.context_parallel_size, trainer.data_parallel_replicate_size)
     free = [memory for memory in ranks.all_gather(free_gpu_memory()) if memory is not None]
-    return choose_settings(config, min(free), ranks.size) if len(free) == ranks.size else config
+    return min(free) if len(free) == ranks.size else None, ranks.size
 
 
 def _critic(config: PPORunConfig) -> RoleConfig:

@@ -242,11 +242,11 @@ class TrainingConfig:
             return self.checkpoint_root_directory
         return None if self.run_dir is None else f"{self.run_dir}/checkpoints"
 
-    def token_budget(self, device: str, longest: int = 0) -> int:
+    def token_budget(self, device: str, longest: int = 0, usual: int | None = None) -> int:
         """Tokens of one micro-batch on a kind of device: max_tokens_per_microbatch, or a default for the device.
 
         Args: device: "cpu" or another. longest: tokens of the longest sequence to come, prompt and completion; a
-            default below it grows to it, rounded up to a multiple of 128.
+            default below it grows to it, rounded up to a multiple of 128. usual: the default; None = the device's.
         Returns: the budget, at least `longest`.
         Raises: ConfigError: max_tokens_per_microbatch is set and below `longest`.
 
@@ -257,7 +257,7 @@ class TrainingConfig:
         """
         budget = self.max_tokens_per_microbatch
         if budget is None:
-            usual = 2048 if device == "cpu" else 16384
+            usual = usual or (2048 if device == "cpu" else 16384)
             return usual if longest <= usual else -(-longest // 128) * 128
         if budget < longest:
             raise ConfigError(

@@ -50,6 +50,7 @@ from whet.train.metric_reduction import Metrics
 from whet.train.role_trainer import RoleTrainer
 from whet.train.role_workers import RoleWorkers
 from whet.util.device import PhaseMemory, memory_metrics, peak_flops
+from whet.util.memory import peak_memory
 
 if TYPE_CHECKING:
     from whet.data.prompt_stream import PromptStream
@@ -327,6 +328,7 @@ class Run:
             "time/step": seconds,
             "perf/global_step_time": seconds,
             "perf/tokens_per_second": num_tokens / max(seconds, 1e-9),
+            "perf/peak_memory": float(peak_memory()),
         }
         self._log(self.step, Mode.TRAIN, row)
         self._show_progress(row)
