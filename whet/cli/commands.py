@@ -46,6 +46,7 @@ from whet.observe.progress import sparkline
 from whet.parallel.processes import join_processes
 from whet.parallel.ranks import Ranks
 from whet.parallel.torchrun_env import check_mesh, world_size
+from whet.rollout.build import AUTO, choose_engine
 from whet.run.run import Run
 from whet.run.signals import Stopped
 from whet.storage.completions import read_completions
@@ -178,7 +179,7 @@ def make_rl_learner(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     config = resolved.config
     check_rewards(config, resolved.train, resolved.evaluation)
     check_teacher_used(config)
-    config = _with_memory_plan(config)
+    config = _with_memory_plan(_with_engine(config))
     algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
     reference = None
     if algo.beta or algo.force_compute_kl:
@@ -202,6 +203,16 @@ def make_rl_learner(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     learner = make(cluster, algo, list(config.reward_names), data=without_read_keys(config.data), settings=config)  # pyright: ignore
     learner.encoders.update(resolved.encoders)
     return learner, resolved.train, resolved.evaluation
+
+
+def _with_engine(config: RunConfig) -> RunConfig:
+    """Chooses the engine where rollout_engine leaves it open, before memory is planned; the run folder names it."""
+    if config.rollout_engine != AUTO:
+        return config
+    ranks = join_processes(config.trainer.collective_timeout_s)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options = {"num_processes": ranks.size, "is_quantized": config.actor.quantization is not None}
+    return dataclasses.replace(config, rollout_engine=choose_engine(config.rollout, device=device, **options))
 
 
 def _with_memory_plan(config: RunConfig) -> RunConfig:

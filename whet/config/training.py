@@ -429,7 +429,8 @@ class ClusterConfig:
     """Where the models are loaded that are not given as modules: cpu, cuda, cuda:1 ...; None = the GPU if there is
     one."""
     rollout_engine: Name | Fn = "embedded"
-    """"embedded", "hf", "vllm", "sglang", "mock", "package.module:name", or an engine's class or partial."""
+    """"embedded", "hf", "vllm", "sglang", "mock", "package.module:name", or an engine's class or partial; "auto" = vllm
+    on a GPU where it is installed and can do what is asked, else embedded."""
     offload_to_cpu: Bool = False
     """Keep models and optimizer state in pinned host memory while a phase does not use them: the reference is on the
     GPU while it scores, masters and moments during an update. No effect on a CPU."""
