@@ -29,6 +29,7 @@ from whet.models.pretrained import meta_model
 __all__ = [
     "GB",
     "LENGTH",
+    "MOMENT_BYTES",
     "RESERVE",
     "MemoryPlan",
     "ModelSizes",
@@ -51,7 +52,7 @@ PlannedRun = RunConfig | SupervisedRunConfig
 GB = 1e9
 RESERVE = 1.5e9
 """Bytes for a CUDA context, the kernels' workspaces and holes of the allocator: a guess that no GPU has confirmed."""
-_MOMENTS = {"adamw": 8.0, "adam": 8.0, "adamw8bit": 2.1, "muon": 4.0, "sgd": 0.0}
+MOMENT_BYTES = {"adamw": 8.0, "adam": 8.0, "adamw8bit": 2.1, "muon": 4.0, "sgd": 0.0}
 """Bytes of an optimizer's state for each trained parameter."""
 _BYTES_IN_4_BITS = 0.5 + 4 / 64
 """Of one number: half a byte, and an fp32 scale for 64 of them."""
@@ -316,7 +317,7 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
     models, role = (2 if own_critic else 1), _trained_role(config)
     weights, width = float(sizes.weight_bytes), sizes.dtype_bytes
     masters = 4.0 * sizes.trained if width < 4 else 0.0
-    moments = _MOMENTS.get(role.optim.name, 8.0) * sizes.trained
+    moments = MOMENT_BYTES.get(role.optim.name, 8.0) * sizes.trained
     gradients = 4.0 * sizes.trained + sizes.largest * width
     if reference is None:
         has_kl = isinstance(config, RunConfig) and (config.algo.beta or config.algo.force_compute_kl)

@@ -363,8 +363,12 @@ class RoleWorkers:
     def finish_step(self, worker: ModelWorker) -> None:
         """Ends a step of a trained model: its weights get the next version."""
         worker.version += 1
-        self._plan_cache.clear()
+        self.clear_plans()
         self.release_memory(worker)
+
+    def clear_plans(self) -> None:
+        """Forgets the micro-batches that were cut from the last batches."""
+        self._plan_cache.clear()
 
     def unload(self, role: Role) -> None:
         """Frees the weights of a role that nothing reads any more, unless they belong to another role's module."""
