@@ -11,7 +11,7 @@ from helpers import cluster
 from whet.config import RolloutConfig
 from whet.errors import EngineError
 from whet.rollout import check_engine
-from whet.rollout.build import choose_engine
+from whet.rollout.choose import choose_engine
 from whet.rollout.vllm import TESTED, VLLMEngine
 
 CUDA = torch.device("cuda")

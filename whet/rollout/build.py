@@ -8,23 +8,17 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-
-from whet.config import Mode, RolloutConfig
+from whet.config import RolloutConfig
 from whet.errors import ConfigError
 from whet.models.loaded_model import LoadedModel
 from whet.models.prompt_tuning import is_prompt_tuned
-from whet.models.quantized import is_quantized_layer
 from whet.rollout.base import Constraint, RolloutEngine, Sampling
 from whet.rollout.constrained_decoding import Grammars
 from whet.rollout.generate_options import freeze_options, validate_options
 
-__all__ = ["AUTO", "choose_engine", "describe_engine", "make_engine", "make_grammars", "make_sampling"]
+__all__ = ["describe_engine", "make_engine", "make_grammars", "make_sampling"]
 
 log = logging.getLogger("whet")
-
-AUTO = "auto"
-"""The name that stands for the engine of choose_engine."""
 
 
 def make_sampling(config: RolloutConfig, eos_ids: Sequence[int], tokenizer: Any = None) -> Sampling:
@@ -97,9 +91,6 @@ def make_engine(
     """
     from whet.rollout import resolve_engine
 
-    if spec == AUTO:
-        is_quantized = any(map(is_quantized_layer, loaded.module.modules()))
-        spec = choose_engine(config, samplings, device=loaded.module.device, is_quantized=is_quantized)
     if spec == "embedded" and not loaded.packable:
         log.warning(
             "rollout_engine 'embedded' can't run this model (%s); using 'hf'", "; ".join(loaded.unpackable_reasons)
@@ -139,35 +130,6 @@ def make_engine(
             "rollout.kv_cache_tokens=%d has no effect: this engine does not bound its cache", config.kv_cache_tokens
         )
     return engine
-
-
-def choose_engine(
-    config: RolloutConfig,
-    samplings: Sequence[Sampling] = (),
-    *,
-    device: torch.device,
-    num_processes: int = 1,
-    is_quantized: bool = False,
-) -> str:
-    """The engine that rollout_engine "auto" stands for, which is logged with the reason.
-
-    Args: config: of the rollout. samplings: of the modes; () = those of config. device: of the policy. num_processes:
-        that train together. is_quantized: whether the policy's weights are packed in 4 bits.
-    Returns: "vllm" on a GPU where a tested version of it is installed and nothing is asked for that it refuses;
-        else "embedded".
-    """
-    from whet.rollout.vllm import unsuitable_reason
-
-    samplings = samplings or [make_sampling(config.for_mode(mode), ()) for mode in Mode]
-    reason = "the policy's weights are in 4 bits" if is_quantized else None
-    if num_processes > 1:
-        reason = f"{num_processes} processes train together"
-    reason = reason or unsuitable_reason(config, samplings, device=device)
-    if reason is None:
-        log.info("rollout_engine auto: vllm; set rollout_engine=embedded to sample with the trainer's own weights")
-        return "vllm"
-    log.info("rollout_engine auto: embedded, since %s", reason)
-    return "embedded"
 
 
 def _warn_unused(spec: Any, config: RolloutConfig) -> None:
