@@ -277,6 +277,8 @@ COMMON_KEYS: Mapping[str, Sequence[Group]] = {
                 "runs": "run folders; those that differ only in the seed share a column",
                 "metrics": "names of metrics.jsonl, of evaluations as 'eval reward'",
                 "last": "steps over which a metric of training is averaged",
+                "html": "--html: write the tables as a page, too",
+                "out": "file of the page; default: compare.html",
             },
         ),
     ),
@@ -287,6 +289,7 @@ COMMON_KEYS: Mapping[str, Sequence[Group]] = {
                 "runs": "run folders; `whet watch FOLDER ...` is short for it",
                 "host": "address to listen at; others than loopback need the token that is printed",
                 "port": "port to listen at; 0: a free one",
+                "demo": "--demo: open a small run, which is made first if runs/watch-demo is not there",
             },
         ),
     ),
@@ -355,9 +358,12 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
     "serve": ("whet serve Qwen/Qwen3-0.6B", "WHET_API_KEY=... whet serve runs/a host=0.0.0.0 port=8080"),
     "push": ("whet push runs/a repo=me/sums which=best dry_run=true",),
     "report": ("whet report runs/a", "whet report runs/a runs/b out=compared"),
-    "compare": ("whet compare runs/a runs/b metrics='[eval reward, kl]'",),
-    "watch": ("whet watch runs/a",),
-    "plan": ("whet plan model=Qwen/Qwen3-0.6B rollout.max_tokens_to_generate=1024 memory_gb=24",),
+    "compare": ("whet compare runs/a runs/b metrics='[eval reward, kl]'", "whet compare runs/a runs/b --html"),
+    "watch": ("whet watch runs/a", "whet watch --demo"),
+    "plan": (
+        "whet plan model=Qwen/Qwen3-0.6B rollout.max_tokens_to_generate=1024 memory_gb=24",
+        "whet plan sft model=Qwen/Qwen3-0.6B data.max_length=2048",
+    ),
     "data": (
         "whet data data=rows.jsonl model=FOLDER",
         "whet data sft data=chats.jsonl model=FOLDER rows=1",
@@ -444,7 +450,7 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
         "watch": "[RUN ...] ",
         "compare": "[RUN ...] ",
         "data": "[grpo|ppo|sft|rm|dpo] [rows=N] ",
-        "plan": "[grpo|ppo] [memory_gb=N] [num_processes=N] ",
+        "plan": "[grpo|ppo|sft|rm|dpo] [memory_gb=N] [num_processes=N] ",
     }.get(command, "")
     files = "" if command == "demo" else "[--config FILE ...] "
     usage = [f"usage: whet {command} {words}{files}{flags}[key=value ...]", "", about]

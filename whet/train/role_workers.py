@@ -24,7 +24,7 @@ from whet.errors import ConfigError, format_value
 from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.load import check_device, load_model
 from whet.models.loaded_model import LoadedModel
-from whet.models.precision import compute_dtype
+from whet.models.precision import auto_dtype, compute_dtype
 from whet.observe.loggers import check_loggers
 from whet.observe.trace import Trace
 from whet.ops import LogitsProcessors
@@ -75,6 +75,8 @@ class RoleWorkers:
 
     ENTRY: ClassVar[str] = "models"
     """The entry of run.pt that holds `state`."""
+    usual_tokens: int | None = None
+    """Tokens of a micro-batch where max_tokens_per_microbatch is not set and no row is longer; None = the device's."""
 
     tokenizer: Any
     checkpoints: Checkpoints
@@ -140,7 +142,7 @@ class RoleWorkers:
         load = functools.partial(
             load_model,
             source.model,
-            dtype="float32" if source.dtype == "auto" or (trained and source.lora is None) else source.dtype,
+            dtype=self._dtype_read(role, source, is_frozen=not trained or source.lora is not None),
             device=self.device(role),
             on_cpu=several,
             role=role.value,
@@ -155,6 +157,16 @@ class RoleWorkers:
         if source.trust_remote_code:  # the others can't receive modules whose code they have not imported
             return load()
         return load_on_writer(self.ranks, load) if several else load()
+
+    def _dtype_read(self, role: Role, source: RoleConfig, *, is_frozen: bool) -> str:
+        """The dtype in which a model's weights are read. Trained ones are read in fp32 and become the masters; frozen
+        ones go to a GPU in the dtype that they compute in, so that it never holds them in fp32.
+        """
+        if not is_frozen:
+            return "float32"
+        if source.dtype != "auto" or (device := self.device(role)).type == "cpu":
+            return "float32" if source.dtype == "auto" else source.dtype
+        return self._saved_dtypes.get(role.value) or str(auto_dtype(device, 0)).removeprefix("torch.")
 
     @staticmethod
     def copy_module(source: ModelSource | None, actor: ModelSource, policy: LoadedModel) -> ModelSource | None:
@@ -341,7 +353,7 @@ class RoleWorkers:
         Raises: ConfigError: max_tokens_per_microbatch is set and smaller.
         """
         for worker in self._workers.values():
-            budget = self._loop.token_budget(worker.device.type, longest)
+            budget = self._loop.token_budget(worker.device.type, longest, self.usual_tokens)
             if budget > worker.max_tokens:
                 log.info(
                     "trainer.max_tokens_per_microbatch raised from %d to %d to fit the data", worker.max_tokens, budget
@@ -351,8 +363,12 @@ class RoleWorkers:
     def finish_step(self, worker: ModelWorker) -> None:
         """Ends a step of a trained model: its weights get the next version."""
         worker.version += 1
-        self._plan_cache.clear()
+        self.clear_plans()
         self.release_memory(worker)
+
+    def clear_plans(self) -> None:
+        """Forgets the micro-batches that were cut from the last batches."""
+        self._plan_cache.clear()
 
     def unload(self, role: Role) -> None:
         """Frees the weights of a role that nothing reads any more, unless they belong to another role's module."""

@@ -3,10 +3,13 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from whet.errors import ConfigError
 from whet.observe import Progress, progress, setup_logging, sparkline
+from whet.observe.live_view import NotebookView, make_progress
 
 
 def test_a_sparkline_spans_its_own_range_and_skips_nan():
@@ -128,7 +131,8 @@ setup_logging()
 with make_progress(sys.argv[1], 20, phase=lambda: "rollout", description="Training") as view:
     for step in range(1, 21):
         row = {"kl": step / 1000, "entropy/token_mean": 2 / step, "completions/clipped_ratio": 0.25}
-        view.update(step, value=step / 20, tokens_per_s=5200.0, row={**row, "perf/tokens_per_second": 5200.0})
+        row |= {"perf/tokens_per_second": 5200.0, "perf/peak_memory": 2e9}
+        view.update(step, value=step / 20, tokens_per_s=5200.0, row=row)
         if step == 10:
             logging.getLogger("whet.x").info("saved [10] [/INST]")
             print("a plain print [red]x")
@@ -144,7 +148,26 @@ def test_a_live_view_shows_step_phase_metrics_and_curves(columns):
     assert head.startswith("Training 20/20") and "rollout 0 s" in head and "left" in head
     names = ["reward", "KL", "entropy", "truncated", "tokens/s", "memory"]
     assert re.findall(r"reward|KL|entropy|truncated|tokens/s|memory", " ".join(cells)) == names
+    assert "2.0 GB" in cells[-1]
     assert "25%" in cells[-3 if columns == 50 else -2] and re.search(r"reward +1 ▁.*█", cells[0])
+
+
+def test_in_a_notebook_a_table_updates_below_the_cell(monkeypatch):
+    drawn, handle = [], SimpleNamespace(update=lambda html: drawn.append(html))
+    display = SimpleNamespace(HTML=str, display=lambda html, display_id: drawn.append(html) or handle)
+    shell = SimpleNamespace(kernel=object())
+    with pytest.raises(ConfigError, match="needs a Jupyter kernel"):
+        make_progress("notebook", 2, phase=str)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setattr("whet.observe.live_view._REDRAW_S", 0.0)
+    with make_progress("auto", 2, phase=str) as shown:
+        for step in (1, 2):
+            shown.update(step, value=step / 4, tokens_per_s=1.0, row={"kl": 0.01, "perf/tokens_per_second": 1500.0})
+    assert isinstance(shown, NotebookView) and len(drawn) == 4 and "Training 0/2" in drawn[0]
+    assert "<th>reward</th><td>0.25</td>" in drawn[1] and "<th>tokens/s</th><td>1.5k</td>" in drawn[1]
+    assert "Training 2/2" in drawn[3] and "left" in drawn[2] and "left" not in drawn[3]
+    assert type(make_progress("lines", 2, phase=str)) is Progress
 
 
 @pytest.mark.parametrize(("view", "terminal"), [("lines", True), ("rich", False), ("auto", False)])
@@ -203,10 +226,13 @@ def test_a_forked_child_prints_as_if_there_were_no_bar(root, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Dead())
     setup_logging()
     handler = logging.getLogger().handlers[0]
+    live = lambda: (
+        getattr(handler.console, "_live_stack", None) or getattr(handler.console, "_live", None)
+    )  # of rich 14
     with Progress(2):
-        assert hasattr(sys.stdout, "rich_proxied_file") and handler.console._live_stack
+        assert hasattr(sys.stdout, "rich_proxied_file") and live()
         if (child := os.fork()) == 0:
-            os._exit(int(hasattr(sys.stdout, "rich_proxied_file") or bool(handler.console._live_stack)))
+            os._exit(int(hasattr(sys.stdout, "rich_proxied_file") or bool(live())))
         assert os.waitpid(child, 0)[1] == 0
     if (child := os.fork()) == 0:  # nothing left to undo
         os._exit(int(progress.terminal_console() is not handler.console))
