@@ -288,6 +288,7 @@ class _Work:
         self.sampling = sampler.limit_lengths(sampling, self.prompts, fixed=False)
         self.conversation = None
         if c.has_turns:
+            self.sampling = [sampling] * len(self.prompts)  # an episode limits its own turns
             self.conversation = Conversation.from_config(
                 c,
                 self.encode,
