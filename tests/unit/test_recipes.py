@@ -31,7 +31,8 @@ def test_a_recipe_parses_and_its_batches_divide(path):
         return
     made = load_run(words, {"ppo": PPORunConfig, "grpo": RunConfig}[command])
     assert made.trainer.resolve_batch_sizes(made.data.batch_size).full == made.data.batch_size
-    assert made.actor.model and made.data.path and made.reward_names
+    assert made.actor.model and made.data.path
+    assert made.reward_names or made.rollout.has_environment_class
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)
