@@ -361,17 +361,17 @@ def _preference(*names, paired=True, **options):
     return lambda: learner_case(PreferenceLearner, PreferenceConfig(loss_type=names, **options), paired=paired)
 
 
+LOSSES_WITH_OPTIONS = ("sigmoid", "kto", "apo_zero_unpaired", "exo_pair")
 LEARNERS = {
     "sft": lambda: learner_case(SFTLearner, SFTConfig(log_entropy=True), paired=False),
     "dft": lambda: learner_case(SFTLearner, SFTConfig(loss_type="dft"), paired=False),
     "reward": lambda: learner_case(RewardModelLearner, RewardModelConfig(center_rewards_coefficient=0.1)),
     "dpo": _preference("sigmoid", log_entropy=True),
     "weighted": _preference("sigmoid", "sft", loss_weights=(1.0, 0.1), use_weighting=True, ld_alpha=0.5),
-    "kto": lambda: learner_case(PreferenceLearner, PreferenceConfig(loss_type=("kto",)), paired=False),
-    "unpaired": lambda: learner_case(
-        PreferenceLearner, PreferenceConfig(loss_type=("apo_zero_unpaired",)), paired=False
-    ),
-    **{name: _preference(name) for name in PREFERENCE_LOSSES if name not in ("sigmoid", "kto", "apo_zero_unpaired")},
+    "kto": _preference("kto", paired=False),
+    "apo_zero_unpaired": _preference("apo_zero_unpaired", paired=False),
+    "exo_pair": _preference("exo_pair", label_smoothing=1e-3),
+    **{name: _preference(name) for name in PREFERENCE_LOSSES if name not in LOSSES_WITH_OPTIONS},
 }
 
 

@@ -65,12 +65,12 @@ class LiveRuns:
         """
         rows = read_metrics(self._folders[i])
         of_mode = {mode: [row for row in rows if row["mode"] == mode] for mode in cursors}
-        whole = {mode: metric_columns(found) for mode, found in of_mode.items()}
+        whole = {mode: metric_columns(rows_of_mode) for mode, rows_of_mode in of_mode.items()}
         new = {}
         for mode, (count, step) in cursors.items():
-            found = of_mode[mode]
-            continues = count == 0 or (count <= len(found) and found[count - 1]["step"] == step)
-            new[mode] = {"replace": not continues, **metric_columns(found[count if continues else 0 :])}
+            rows_of_mode = of_mode[mode]
+            continues = count == 0 or (count <= len(rows_of_mode) and rows_of_mode[count - 1]["step"] == step)
+            new[mode] = {"replace": not continues, **metric_columns(rows_of_mode[count if continues else 0 :])}
         return {**self._with_completions(i, {"config": self._configs[i], "metrics": whole}), "metrics": new}
 
     def script(self, key: str) -> bytes:
@@ -111,10 +111,10 @@ class LiveRuns:
     def _token_texts(self, i: int) -> TokenTexts | None:
         """Loads the tokenizer of run i, which has one in its folder only when a checkpoint is written."""
         if i not in self._texts:
-            found = load_token_texts(self._folders[i], run_data(self._folders[i])["config"].get("actor.model"))
-            if found is None:
+            texts = load_token_texts(self._folders[i], run_data(self._folders[i])["config"].get("actor.model"))
+            if texts is None:
                 return None
-            self._texts[i] = found
+            self._texts[i] = texts
         return self._texts[i]
 
     def _standard_error(self, file: CompletionFile) -> float | None:
@@ -180,8 +180,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(200, "text/javascript", script_text("runs", self.live.data()).encode("utf-8", "replace"))
         if path == "/update":
             cursors = {mode: (int(query[mode]), int(query[f"{mode}_step"])) for mode in ("train", "eval")}
-            found = self.live.update(int(query["run"]), cursors)
-            return self._send(200, "application/json", json.dumps(found, allow_nan=False).encode("utf-8", "replace"))
+            update = self.live.update(int(query["run"]), cursors)
+            return self._send(200, "application/json", json.dumps(update, allow_nan=False).encode("utf-8", "replace"))
         name = path.removeprefix("/data/").removesuffix(".js")
         self._send(200, "text/javascript", self.live.script(name))
 

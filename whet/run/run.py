@@ -227,7 +227,10 @@ class Run:
         if c.run_dir is not None:
             self.rows = self.ranks.broadcast([] if self.folder is None else self.folder.rows())
         log_run_length(c, self.stream, self.step)
-        if (device := self.trainer.worker.device).type == "cuda":
+        device = self.trainer.worker.device
+        if c.rehearse or (c.rehearse is None and device.type == "cuda"):
+            self.task.rehearse()
+        if device.type == "cuda":
             self.roles.trace.memory = PhaseMemory(device)
         self._begun_at, total, size = self.step, self.total_steps, self.stream.batch_size
         self.timeline = trace_folder(c.perf_metrics_options, c.run_dir) if self.ranks.is_writer else None

@@ -82,8 +82,8 @@ def _to_whet_lora(peft_config: Any, model: str | nn.Module, *, trust: bool) -> L
     if type(peft_config).__name__ != "LoraConfig":
         kind = type(peft_config).__name__
         raise ConfigError(
-            f"peft_config is a {kind}: whet saves, resumes and switches off PEFT's LoRA, and its prompt tuning on a "
-            "base that is not quantized; give peft.LoraConfig"
+            f"peft_config is of the class {kind}: whet saves, resumes and switches off PEFT's LoRA, and its prompt "
+            "tuning on a base that is not quantized; give peft.LoraConfig"
         )
     if field := _unsupported_field(peft_config):
         raise ConfigError(
@@ -320,8 +320,8 @@ def named_dtype(args: Any, own: torch.dtype) -> torch.dtype:
 
     Args: own: the dtype of the model's files, for "auto".
     """
-    given = args.model_init_kwargs or {}
-    name = str(given.get("dtype", given.get("torch_dtype")) or "float32").removeprefix("torch.")
+    init_kwargs = args.model_init_kwargs or {}
+    name = str(init_kwargs.get("dtype", init_kwargs.get("torch_dtype")) or "float32").removeprefix("torch.")
     return own if name == "auto" else getattr(torch, name)
 
 
