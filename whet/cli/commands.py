@@ -209,7 +209,12 @@ def _with_memory_plan(config: RunConfig) -> RunConfig:
         return config
     trainer = config.trainer
     ranks = join_processes(trainer.collective_timeout_s)  # it selects this process's GPU
-    check_mesh(ranks.size, trainer.context_parallel_size, trainer.data_parallel_replicate_size)
+    check_mesh(
+        ranks.size,
+        trainer.context_parallel_size,
+        trainer.data_parallel_replicate_size,
+        trainer.tensor_parallel_size,
+    )
     free = [memory for memory in ranks.all_gather(free_gpu_memory()) if memory is not None]
     return choose_settings(config, min(free), ranks.size) if len(free) == ranks.size else config
 

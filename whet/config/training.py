@@ -184,6 +184,9 @@ class TrainingConfig:
     context_parallel_size: Count = 1
     """Processes that divide the tokens of each forward and backward pass, so each keeps a part of the activations
     (Ulysses). It must divide the number of processes and of attention heads. 1 = each pass runs on one process."""
+    tensor_parallel_size: Count = 1
+    """Processes that divide the matrices of each layer, and run each forward and backward pass together. It must divide
+    the number of processes, of attention heads and of KV heads. 1 = each process has whole layers while they run."""
     sync_each_microbatch: Bool = False
     """Of several processes: add gradients over the processes after each forward and backward pass, not after the last
     of an update. Each then holds its shard of the gradient, not all of it, and sends as much more."""

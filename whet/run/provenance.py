@@ -62,6 +62,7 @@ _FREE = (
     "trainer.collective_timeout_s",
     "trainer.context_parallel_size",
     "trainer.data_parallel_replicate_size",
+    "trainer.tensor_parallel_size",
     "trainer.sync_each_microbatch",
     "trainer.keep_best",
     "trainer.max_steps",
