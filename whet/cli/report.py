@@ -10,11 +10,15 @@ from typing import Any
 from whet.cli.output import print_text
 from whet.config.report import CompareConfig, ReportConfig, WatchConfig
 from whet.learners.diagnostics import symptoms
-from whet.report.compare import Comparison, compare_runs
+from whet.report.compare import Comparison, compare_runs, write_comparison
 from whet.report.report import write_report
 from whet.report.server import LOOPBACK, LiveRuns, make_server
 
 __all__ = ["compare", "find_warnings", "report", "watch"]
+
+
+_DEMO = Path("runs", "watch-demo")
+_DEMO_SETTINGS = ("trainer.max_steps=40", "trainer.token_stats_every_n_steps=10", "algo.force_compute_kl=true")
 
 
 def report(config: ReportConfig) -> Path:
@@ -36,13 +40,27 @@ def watch(config: WatchConfig) -> None:
     Args: config: the whole configuration.
     Raises: ConfigError: a folder is no run, or the address can't be bound.
     """
+    runs = (_demo_run(),) if config.demo else config.runs
     token = None if config.host in LOOPBACK else secrets.token_urlsafe(24)
-    with make_server(LiveRuns(config.runs, find_warnings), config.host, config.port, token) as server:
+    with make_server(LiveRuns(runs, find_warnings), config.host, config.port, token) as server:
         name = f"[{config.host}]" if ":" in config.host else config.host
         query = f"?token={token}" if token else ""
         print_text(f"http://{name}:{server.server_address[1]}/{query}\n  Ctrl-C ends it; the runs go on")
         with suppress(KeyboardInterrupt):
             server.serve_forever()
+
+
+def _demo_run() -> Path:
+    """The folder of a finished small run, which is trained first if it is not there."""
+    if not (_DEMO / "summary.json").is_file():
+        from whet.cli.commands import grpo
+        from whet.config import load_run
+        from whet.util.package_files import recipe_path
+
+        print_text(f"whet trains a small model in {_DEMO} first (half a minute)")
+        resume = ["trainer.resume=latest"] if _DEMO.is_dir() else []
+        grpo(load_run(["--config", str(recipe_path("demo")), f"trainer.run_dir={_DEMO}", *_DEMO_SETTINGS, *resume]))
+    return _DEMO
 
 
 def compare(config: CompareConfig) -> Comparison:
@@ -64,15 +82,17 @@ def compare(config: CompareConfig) -> Comparison:
             name: ["-" if cell is None else str(cell) for cell in cells] for name, cells in comparison.metrics.items()
         },
     }
-    rows = [[title, *heads] for title in parts]
+    tables = {
+        title: [[title, *heads], *([name, *values] for name, values in cells.items())] if cells else []
+        for title, cells in parts.items()
+    }
     lines: list[str] = []
-    for (title, cells), head in zip(parts.items(), rows, strict=True):
-        lines += (
-            [*_table([head, *([name, *values] for name, values in cells.items())]), ""]
-            if cells
-            else [f"{title}: none", ""]
-        )
+    for title, rows in tables.items():
+        lines += [*_table(rows), ""] if rows else [f"{title}: none", ""]
     print_text("\n".join([*lines, f"curves: whet report {' '.join(config.runs)}"]))
+    if config.html:
+        page = write_comparison(comparison.groups, tables, config.out)
+        print_text(f"{page}\n  open it in a browser: {page.resolve().as_uri()}")
     return comparison
 
 

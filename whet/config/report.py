@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
 from whet.config.base import config, config_from_dict
-from whet.config.fields import Count, Float, Name, Number, Strings
+from whet.config.fields import Bool, Count, Float, Name, Number, Strings
 from whet.config.loader import parse_config_args
 from whet.errors import ConfigError
 
@@ -56,6 +57,8 @@ class WatchConfig:
     """Address to listen at. On any other than loopback, the page needs the token that is printed."""
     port: Number = 7860
     """Port to listen at; 0 = a free one."""
+    demo: Bool = False
+    """Open a small run, which the command makes first if runs/watch-demo is not there."""
 
 
 @config
@@ -73,6 +76,10 @@ class CompareConfig:
     ones."""
     last: Count = 10
     """Steps over which a metric of training is averaged."""
+    html: Bool = False
+    """Write the tables as a page, too."""
+    out: Name = "compare.html"
+    """The file of the page."""
 
 
 def load_compare(argv: Sequence[str]) -> CompareConfig:
@@ -94,10 +101,12 @@ def load_watch(argv: Sequence[str]) -> WatchConfig:
 
 
 def _load(cls: type[C], argv: Sequence[str]) -> C:
-    words = list(argv)
+    flags = [f"--{field.name}" for field in dataclasses.fields(cls) if field.default is False]  # type: ignore[arg-type]
+    words = [word for word in argv if word not in flags]
     folders = []
     while words and "=" not in words[0] and not words[0].startswith("--"):
         folders.append(words.pop(0))
+    words += [f"{flag[2:]}=true" for flag in flags if flag in argv]
     values = parse_config_args(words, cls=cls)
     if folders and "runs" in values:
         raise ConfigError(f"runs={values['runs']} and the words {' '.join(folders)} both name runs; give one of them")
@@ -122,10 +131,12 @@ def check_watch(config: WatchConfig) -> None:
 
     >>> check_watch(WatchConfig())
     Traceback (most recent call last):
-    whet.errors.ConfigError: no run; write whet watch runs/a
+    whet.errors.ConfigError: no run; write whet watch runs/a, or whet watch --demo
     """
-    if not config.runs:
-        raise ConfigError("no run; write whet watch runs/a")
+    if not config.runs and not config.demo:
+        raise ConfigError("no run; write whet watch runs/a, or whet watch --demo")
+    if config.runs and config.demo:
+        raise ConfigError(f"demo=true opens a run of its own; leave out {' '.join(config.runs)} or --demo")
     if not 0 <= config.port < 65536:
         raise ConfigError(f"port={config.port}: expected 0 to 65535")
 

@@ -134,9 +134,10 @@ class TrainingConfig:
     """Prefix of every metric in the loggers, joined with a slash. "" = none."""
     pbar_description: Text | None = "Training"
     """Text before the progress, "" = none; None = no progress."""
-    view: Literal["auto", "rich", "lines"] = "auto"
-    """Progress: "rich" = step, phase, metrics with their curves, memory and time left, updated in place; "lines" = a
-    line at most every 30 seconds; "auto" = rich if stderr is a terminal."""
+    view: Literal["auto", "rich", "notebook", "lines"] = "auto"
+    """Progress: "rich" = step, phase, metrics with their curves, memory and time left, updated in place; "notebook" =
+    these as a table below the cell; "lines" = a line at most every 30 seconds; "auto" = rich if stderr is a terminal,
+    notebook in a Jupyter kernel, else lines."""
     max_tokens_per_microbatch: Count | None = None
     """Most tokens of one forward and backward pass, prompts and completions together. None = 16384 on a GPU; on a CPU
     about 1536, and up to 2048 to keep groups whole; more if the longest sequence of the rollout is longer."""

@@ -1,4 +1,7 @@
-"""LiveView: a run in a terminal, as a few lines that update: step, phase, time left, and metrics with their curves."""
+"""A run as it goes on, updated in place: step, phase, time left, and metrics with their curves.
+
+LiveView is a few lines in a terminal, NotebookView a table below a notebook's cell.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
+from whet.errors import ConfigError
+from whet.observe.notebook import table_html
 from whet.observe.progress import Progress, force_terminal, format_short, sparkline, terminal_console
 
-__all__ = ["LiveView", "View", "make_progress"]
+__all__ = ["LiveView", "NotebookView", "View", "make_progress"]
 
-View = Literal["auto", "rich", "lines"]
+View = Literal["auto", "rich", "notebook", "lines"]
 CELLS = (
     ("KL", ("kl", "sampling/kl_to_inference")),
     ("entropy", ("entropy/token_mean", "entropy")),
@@ -26,18 +31,26 @@ CELLS = (
 )
 """The metrics beside the main one: the name that is shown, and metrics of a run; the first that it has is taken."""
 _NAME, _VALUE, _GAP = 10, 8, 2
+_REDRAW_S = 0.5
+"""Seconds between two drawings of a NotebookView."""
 _BYTES = 1 if sys.platform == "darwin" else 1024
 """The unit of getrusage's memory."""
 
 
 def make_progress(view: View, total: int | None, *, phase: Callable[[], str], **options: Any) -> Progress:
-    """The display of a run: a LiveView, or plain lines.
+    """The display of a run: a LiveView, a NotebookView, or plain lines.
 
     Args:
-        view: "auto" = a LiveView if stderr is a terminal; "rich" = a LiveView in any case; "lines" = lines.
+        view: "rich" = a LiveView in any case; "notebook" = a NotebookView; "lines" = lines; "auto" = a LiveView if
+            stderr is a terminal, a NotebookView in a Jupyter kernel, else lines.
         total, options: as of Progress.
         phase: returns what the run does now.
+    Raises: ConfigError: view="notebook" where there is no notebook.
     """
+    if view == "notebook" and not _in_notebook():
+        raise ConfigError("trainer.view=notebook needs a Jupyter kernel; set trainer.view=auto")
+    if view == "notebook" or (view == "auto" and _in_notebook()):
+        return NotebookView(total, phase=phase, **options)
     if view == "rich":
         force_terminal()
     if view == "lines" or not terminal_console().is_terminal:
@@ -122,6 +135,49 @@ class LiveView(Progress):
         ]
         rows = (cells[i : i + columns] for i in range(0, len(cells), columns))
         return [(" " * _GAP).join(f"{cell:<{size}.{size}}" for cell in row).rstrip() for row in rows]
+
+
+class NotebookView(LiveView):
+    """Shows a run below a notebook's cell: a table of metrics with their curves.
+
+    Args: total, phase, options: as of LiveView.
+    """
+
+    def __enter__(self) -> NotebookView:
+        from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
+
+        self._begun = time.monotonic()
+        self._drawn_at = self._begun
+        self._handle = display(HTML(self._table()), display_id=True) if self._enabled else None
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._redraw(ended=True)
+
+    def update(self, step: int, **shown: Any) -> None:
+        """Shows one more step. Args: as of Progress.update."""
+        super().update(step, **shown)
+        if time.monotonic() - self._drawn_at >= _REDRAW_S:
+            self._redraw()
+
+    def _redraw(self, *, ended: bool = False) -> None:
+        from IPython.display import HTML  # pyright: ignore[reportMissingImports]
+
+        self._drawn_at = time.monotonic()
+        if self._handle is not None:
+            self._handle.update(HTML(self._table(ended=ended)))
+
+    def _table(self, *, ended: bool = False) -> str:
+        title = f"{self.description} {self._step}" + ("" if self.total is None else f"/{self.total}")
+        texts = [title, f"{timedelta(seconds=round(time.monotonic() - self._begun))} spent"]
+        rows = [[name, _number(name, values[-1]), sparkline(values, 30)] for name, values in self._series.items()]
+        return table_html("  ".join(texts if ended else [*texts, *self._time_left(self._step)]), [["", "", ""], *rows])
+
+
+def _in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook. It imports nothing: a kernel has IPython loaded."""
+    python = sys.modules.get("IPython")
+    return python is not None and getattr(python.get_ipython(), "kernel", None) is not None
 
 
 def _number(name: str, value: float) -> str:

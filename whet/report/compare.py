@@ -5,8 +5,9 @@ Runs whose settings differ in nothing but the seed and the paths of the run are 
 
 from __future__ import annotations
 
+import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from whet.errors import ConfigError
 from whet.report.run_data import run_data
 
-__all__ = ["Comparison", "Spread", "compare_runs"]
+__all__ = ["Comparison", "Spread", "compare_runs", "write_comparison"]
 
 _OF_ONE_RUN = ("trainer.seed", "trainer.run_dir", "trainer.pbar_description", "rollout.seed")
 """Settings that runs of one group may have each for itself."""
@@ -106,6 +107,36 @@ def compare_runs(runs: Sequence[str | Path], *, metrics: Sequence[str] = (), las
         environment=_differences([group[0]["environment"] for group in columns], _OF_ONE_START),
         metrics={name: cells for name, cells in table.items() if any(cells)},
     )
+
+
+def write_comparison(groups: Sequence[Sequence[str]], tables: Mapping[str, Sequence[Sequence[str]]], out: str) -> Path:
+    """Writes tables of a comparison as a page that opens from the disk.
+
+    Args: groups: the names of the runs of each column. tables: title -> rows, with the heads first; no rows = no
+        difference. out: the file.
+    Returns: the page.
+    Raises: ConfigError: the file can't be written.
+    """
+    cell = lambda kind, text: f'<{kind} class="n">{html.escape(text)}</{kind}>'
+    row = lambda kind, cells: f"<tr><th>{html.escape(cells[0])}</th>{''.join(cell(kind, c) for c in cells[1:])}</tr>"
+    names = html.escape(" · ".join(group[0] for group in groups))
+    parts = [f"<h1>{names}</h1>"]
+    for group in groups:
+        if len(group) > 1:
+            parts.append(f"<p>{html.escape(', '.join(group))} differ only in the seed: mean ± standard deviation</p>")
+    for title, rows in tables.items():
+        parts.append(f"<h2>{html.escape(title)}</h2>")
+        lines = [row("th", ["", *rows[0][1:]]), *(row("td", cells) for cells in rows[1:])] if rows else []
+        parts.append(f'<div class="scroll"><table>{"".join(lines)}</table></div>' if lines else "<p>no difference</p>")
+    style = (Path(__file__).with_name("page") / "page.css").read_text(encoding="utf-8")
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{names}</title>'
+    text = f'<!doctype html>\n<html lang="en">{head}<style>{style}</style><main>{"".join(parts)}</main></html>\n'
+    try:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        Path(out).write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{out}: the page can't be written: {error.strerror or error}; set out=FILE") from error
+    return Path(out)
 
 
 def _spread(group: Sequence[dict[str, Any]], name: str, last: int) -> Spread | None:

@@ -152,6 +152,8 @@ class _Timer:
         self.what, self.end = what, time.monotonic() + timeout_s
         self.over = self.expired = False
         """Whether the call has ended, and whether it was interrupted."""
+        self._unheard = False
+        """Whether the main thread has still to run its handlers of a received signal."""
         self._main = threading.get_ident()
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
@@ -173,6 +175,7 @@ class _Timer:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)  # last: a pending Ctrl-C is raised here
 
     def _interrupt(self, *_: object) -> None:
+        self._unheard = False
         if not self.over and time.monotonic() >= self.end:
             self.expired = True
             raise _Timeout
@@ -182,11 +185,13 @@ class _Timer:
         stuck = self.end + STUCK_S
         while not self.over:
             rest = self.end - time.monotonic()
-            self._receiver.settimeout(rest if rest > 0 else INTERRUPT_INTERVAL_S)
+            again = self._unheard or rest <= 0  # a signal just before a wait in the kernel doesn't end that wait
+            self._receiver.settimeout(INTERRUPT_INTERVAL_S if again else rest)
             received: bytes | None = None
             with suppress(TimeoutError):
                 received = self._receiver.recv(512)
             if not self.over and (received is None or {*received} & {*TERMINAL_SIGNALS}):
+                self._unheard = True
                 signal.pthread_kill(self._main, INTERRUPT_SIGNAL)
             if not self.over and time.monotonic() > stuck:
                 stuck = float("inf")

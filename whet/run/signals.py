@@ -70,14 +70,20 @@ class SignalHandler:
         """What a signal leads to, for the log."""
         self._pid = 0
         self._previous: dict[int, Any] = {}
+        self._forking = threading.local()
+        """`mask`: the signal mask of a thread that is about to fork."""
 
     def install(self) -> None:
         """Installs the handlers."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._pid = os.getpid()
-        method = weakref.WeakMethod(self._after_fork)
-        os.register_at_fork(after_in_child=lambda: (after_fork := method()) and after_fork())
+        weak = weakref.ref(self)
+        os.register_at_fork(
+            before=lambda: (handler := weak()) and handler._before_fork(),
+            after_in_parent=lambda: (handler := weak()) and handler._after_fork(in_child=False),
+            after_in_child=lambda: (handler := weak()) and handler._after_fork(in_child=True),
+        )
         caught = _caught_signals()
         for number, default in _SIGNALS:
             has_c_handler = default == signal.SIG_DFL and caught >> (number - 1) & 1
@@ -105,10 +111,18 @@ class SignalHandler:
             with suppress(Exception):  # the signal may have interrupted the writing of another log line
                 log.warning("%s: %s; %s stops at once", signal.Signals(number).name, self.effect, how)
 
-    def _after_fork(self) -> None:
+    def _before_fork(self) -> None:
+        """Holds SIGTERM back on the thread that forks: Python drops what a child receives before its first line."""
+        if signal.SIGTERM in self._previous and "mask" not in self._forking.__dict__:
+            self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def _after_fork(self, in_child: bool) -> None:
         """Lets SIGTERM end a forked child at once, also during a call that runs no Python."""
-        if signal.SIGTERM in self._previous:
+        if in_child and signal.SIGTERM in self._previous:
             signal.signal(signal.SIGTERM, self._previous.pop(signal.SIGTERM))
+        mask = self._forking.__dict__.pop("mask", None)
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _caught_signals() -> int:

@@ -1,9 +1,8 @@
-"""What an update does when it runs out of GPU memory: it starts again with smaller micro-batches.
+"""What an update, or a scoring pass, does when it runs out of GPU memory: it starts again with smaller micro-batches.
 
-No gradient changes, since the weights of a loss are made once for the whole batch. Several processes can't start an
-update again: the others wait in a collective in the middle of a pass. The one that ran out of memory writes a token
-budget next to the checkpoints, with which all of them continue after a restart. Left out on purpose: other phases than
-the update.
+No gradient changes, since the weights of a loss are made once for the whole batch. Several processes can't start
+again: the others wait in a collective in the middle of a pass. The one whose update ran out of memory writes a token
+budget next to the checkpoints, with which all of them continue after a restart. Left out on purpose: the rollout.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ def smaller_budget(plan: Callable[[int], Sequence[MicroBatch]], budget: int) -> 
     return high
 
 
-def log_smaller_budget(before: int, after: int) -> None:
-    """Logs that an update starts again with another token budget."""
+def log_smaller_budget(before: int, after: int, trained: bool) -> None:
+    """Logs that an update, or a scoring pass, starts again with another token budget."""
     log.warning(
-        "an update ran out of memory with %d tokens in a micro-batch; it starts again, and goes on, with at most %d, "
-        "which changes no gradient. Set trainer.max_tokens_per_microbatch=%d in the next run",
-        before, after, after,
+        "%s ran out of memory with %d tokens in a micro-batch; it starts again, and goes on, with at most %d, which "
+        "changes no %s. Set trainer.max_tokens_per_microbatch=%d in the next run",
+        "an update" if trained else "scoring", before, after, "gradient" if trained else "result", after,
     )  # fmt: skip
 
 
@@ -76,11 +75,13 @@ def read_budgets(root: Path) -> dict[str, int]:
     return {role: tokens for role, tokens in pairs if type(tokens) is int and tokens > 0}
 
 
-def out_of_memory_note(configured: int, last: int, *, is_repeatable: bool, after_restart: int | None = None) -> str:
-    """What helps after an update that ran out of memory.
+def out_of_memory_note(
+    configured: int, last: int, *, is_repeatable: bool, after_restart: int | None = None, trained: bool = True
+) -> str:
+    """What helps after an update, or a scoring pass, that ran out of memory.
 
     Args: configured: the configured token budget. last: the budget of the last try. is_repeatable: whether smaller
-        micro-batches were tried. after_restart: the budget of several processes after a restart.
+        micro-batches were tried. after_restart: the budget of several processes after a restart. trained: an update.
     """
     if after_restart is not None:
         return (
@@ -89,6 +90,13 @@ def out_of_memory_note(configured: int, last: int, *, is_repeatable: bool, after
             f"most {after_restart} tokens, which changes no gradient"
         )
     resume = "continue from the last checkpoint with trainer.resume=latest trainer.allow_config_change=true"
+    if not trained:
+        what = f"one sequence alone does not fit, at a budget of {last}: set" if is_repeatable else "set a smaller"
+        less = "" if is_repeatable else " trainer.max_tokens_per_microbatch or"
+        return (
+            f"Scoring ran out of memory with {configured} tokens in a micro-batch; {what}{less} shorter sequences, "
+            f"actor.lora.rank=16 or actor.optim.name=adamw8bit, and {resume}"
+        )
     if not is_repeatable:
         return (
             f"The update ran out of memory with {last} tokens in a micro-batch. Set a smaller "

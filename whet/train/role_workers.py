@@ -24,7 +24,7 @@ from whet.errors import ConfigError, format_value
 from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.load import check_device, load_model
 from whet.models.loaded_model import LoadedModel
-from whet.models.precision import compute_dtype
+from whet.models.precision import auto_dtype, compute_dtype
 from whet.observe.loggers import check_loggers
 from whet.observe.trace import Trace
 from whet.ops import LogitsProcessors
@@ -141,7 +141,7 @@ class RoleWorkers:
         load = functools.partial(
             load_model,
             source.model,
-            dtype="float32" if source.dtype == "auto" or (trained and source.lora is None) else source.dtype,
+            dtype=self._dtype_read(role, source, is_frozen=not trained or source.lora is not None),
             device=self.device(role),
             on_cpu=several,
             role=role.value,
@@ -156,6 +156,16 @@ class RoleWorkers:
         if source.trust_remote_code:  # the others can't receive modules whose code they have not imported
             return load()
         return load_on_writer(self.ranks, load) if several else load()
+
+    def _dtype_read(self, role: Role, source: RoleConfig, *, is_frozen: bool) -> str:
+        """The dtype in which a model's weights are read. Trained ones are read in fp32 and become the masters; frozen
+        ones go to a GPU in the dtype that they compute in, so that it never holds them in fp32.
+        """
+        if not is_frozen:
+            return "float32"
+        if source.dtype != "auto" or (device := self.device(role)).type == "cpu":
+            return "float32" if source.dtype == "auto" else source.dtype
+        return self._saved_dtypes.get(role.value) or str(auto_dtype(device, 0)).removeprefix("torch.")
 
     @staticmethod
     def copy_module(source: ModelSource | None, actor: ModelSource, policy: LoadedModel) -> ModelSource | None:

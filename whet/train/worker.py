@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Allowed", "Divergence", "Loss", "ModelWorker"]
 
+T = TypeVar("T")
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
 Allowed = Callable[[MicroBatch], Tensor]
 """fn(micro-batch) -> uint8 [s, W]: for each target, a bit for each token that it could be sampled from."""
@@ -125,8 +126,8 @@ class ModelWorker:
         self.version = 0
         self.tokens_after_restart: int | None = None
         """The token budget after a restart of several processes, if this one ran out of memory before it."""
-        self._smaller_tokens: int | None = None
-        """The token budget of an update after one that ran out of memory."""
+        self._smaller_tokens: dict[bool, int] = {}
+        """The token budgets of passes with a gradient (True) and without one, after some that ran out of memory."""
         self._flops = 0.0
         self._slowest_work = self._mean_work = 0.0
         self.replaced = False
@@ -175,7 +176,7 @@ class ModelWorker:
 
     def limit_tokens(self, tokens: int) -> None:
         """Lowers the token budget of updates, where all sequences fit into it."""
-        self._smaller_tokens = tokens if self._smaller_tokens is None else min(tokens, self._smaller_tokens)
+        self._smaller_tokens[True] = min(tokens, self._smaller_tokens.get(True, tokens))
 
     def plan(self, total_updates: int | None) -> None:
         """Tells the learning-rate schedule how many updates the run will make."""
@@ -230,10 +231,9 @@ class ModelWorker:
     def _read(
         self, batch: TokenBatch, names: tuple[str, ...], processors: LogitsProcessors, max_sequences: int | None = None
     ) -> TokenStats:
-        with self.placement.during("read"):
+        def read() -> TokenStats:
             out: dict[str, Tensor] = {}
-            apart = batch.replace(unit_of=None, unit_weights=None)  # what is read of a sequence needs no other
-            for micro, counts in self._own_passes(apart, max_sequences or self.max_read_sequences, "scores" in names):
+            for micro, counts in self._own_passes(*cut):
                 stats = self._stats(micro, processors, entropy="entropy" in names, outputs={*names} - {"entropy"})
                 for name in names:
                     column = getattr(stats, name)
@@ -246,6 +246,11 @@ class ModelWorker:
                     if counts:
                         whole.index_copy_(0, at, column)
             return TokenStats(**{name: whole.cpu() for name, whole in self.placement.gather_columns(out).items()})
+
+        with self.placement.during("read"):
+            apart = batch.replace(unit_of=None, unit_weights=None)  # what is read of a sequence needs no other
+            cut = (apart, max_sequences or self.max_read_sequences, "scores" in names)
+            return self._with_less_memory(read, *cut)
 
     def _stats(
         self,
@@ -294,17 +299,16 @@ class ModelWorker:
         There are as few passes as possible, unless smaller ones are as fast: see `saturating_tokens`.
 
         Args: max_sequences: of one pass. at_end: run completions to their last token, for scores. trained: with a
-            gradient, whose passes are smaller after an update that ran out of memory.
+            gradient. After some that ran out of memory, passes of their kind are smaller.
         Raises: DataError: a sequence or a unit over the token budget.
         """
-        smaller = self._smaller_tokens if trained else None
-        return [micro.to(self.device) for micro in self._planned_within(batch, max_sequences, at_end, smaller)]
+        return [micro.to(self.device) for micro in self._planned_within(batch, max_sequences, at_end, trained)]
 
     def _planned_within(
-        self, batch: TokenBatch, max_sequences: int | None, at_end: bool, smaller: int | None
+        self, batch: TokenBatch, max_sequences: int | None, at_end: bool, trained: bool
     ) -> list[MicroBatch]:
-        """The passes on the host. Args: smaller: a smaller token budget, where all sequences and units fit into it."""
-        if smaller is not None:
+        """The passes on the host, with the smaller token budget where all sequences and units fit into it."""
+        if (smaller := self._smaller_tokens.get(trained)) is not None:
             try:
                 return self._planned(batch, max_sequences, at_end, min(smaller, self.max_tokens))
             except DataError:  # a sequence or a unit of this batch is longer
@@ -371,37 +375,48 @@ class ModelWorker:
         Returns: "loss" (the sum) and the loss's metrics, over the tokens of the mask, or over the units with a trained
             token.
         An update that runs out of memory starts again with micro-batches of half the tokens, unless gradients of other
-        calls have been added already.
+        calls have been added already. So do `logprobs`, `values`, `scores` and `evaluate`.
 
         Raises: DataError: the batch has no weights, or both kinds; a loss or a metric of another shape.
             OutOfMemoryError: one sequence or unit alone does not fit.
         """
         options = (entropy, constants, scores, divergence, reductions or {})
-        several = not self.placement.repeats_passes
-        is_repeatable = not several and self.optim is not None and not self.optim.has_gradient
-        counted = self._flops, self._slowest_work, self._mean_work
         with self.placement.during("backward"), _teacher_on_device(divergence):
-            while True:
-                try:
-                    return self._run(batch, loss, *options, backward=True)
-                except torch.OutOfMemoryError as error:
-                    last = self.max_tokens if self._smaller_tokens is None else self._smaller_tokens
-                    plan = lambda tokens: self._planned(batch, self.max_sequences, scores, tokens)
-                    tried = self._planned_within(batch, self.max_sequences, scores, self._smaller_tokens)
-                    used = max(micro.num_tokens for micro in tried)
-                    smaller = smaller_budget(plan, used) if is_repeatable or several else None
-                    if smaller is None or several:
-                        self.tokens_after_restart = smaller
-                        retried = {"is_repeatable": is_repeatable, "after_restart": smaller}
-                        error.add_note(out_of_memory_note(self.max_tokens, last, **retried))
-                        raise
-                # the error, which held the tensors of the pass, is gone here
-                self._flops, self._slowest_work, self._mean_work = counted
-                self._smaller_tokens = smaller
-                log_smaller_budget(used, smaller)
-                if self.optim is not None:
-                    self.optim.clear_gradients()
-                empty_cache(self.device)
+            run = lambda: self._run(batch, loss, *options, backward=True)
+            return self._with_less_memory(run, batch, self.max_sequences, scores, trained=True)
+
+    def _with_less_memory(
+        self, run: Callable[[], T], batch: TokenBatch, max_sequences: int | None, at_end: bool, trained: bool = False
+    ) -> T:
+        """Runs all passes of a batch, again with smaller ones where they run out of memory.
+
+        Args: run: the passes. batch, max_sequences, at_end, trained: that `micro_batches` cuts them from.
+        Raises: OutOfMemoryError: one sequence or unit alone does not fit, or the passes can't run again.
+        """
+        several, added = not self.placement.repeats_passes, self.optim is not None and self.optim.has_gradient
+        is_repeatable = not several and not (trained and added)
+        counted = self._flops, self._slowest_work, self._mean_work
+        cut = (batch, max_sequences, at_end)
+        while True:
+            try:
+                return run()
+            except torch.OutOfMemoryError as error:
+                last = self._smaller_tokens.get(trained, self.max_tokens)
+                used = max(micro.num_tokens for micro in self._planned_within(*cut, trained))
+                is_planned = is_repeatable or (several and trained)
+                smaller = smaller_budget(lambda tokens: self._planned(*cut, tokens), used) if is_planned else None
+                if smaller is None or several:
+                    self.tokens_after_restart = smaller
+                    retried = {"is_repeatable": is_repeatable, "after_restart": smaller, "trained": trained}
+                    error.add_note(out_of_memory_note(self.max_tokens, last, **retried))
+                    raise
+            # the error, which held the tensors of the pass, is gone here
+            self._flops, self._slowest_work, self._mean_work = counted
+            self._smaller_tokens[trained] = smaller
+            log_smaller_budget(used, smaller, trained)
+            if trained and self.optim is not None:
+                self.optim.clear_gradients()
+            empty_cache(self.device)
 
     @torch.no_grad()
     def evaluate(
@@ -416,8 +431,10 @@ class ModelWorker:
         reductions: Reductions | None = None,
     ) -> Metrics:
         """The metrics that forward_backward would return, computed without a gradient."""
+        options = (entropy, constants, scores, divergence, reductions or {})
         with self.placement.during("read"), _teacher_on_device(divergence):
-            return self._run(batch, loss, entropy, constants, scores, divergence, reductions or {}, backward=False)
+            run = lambda: self._run(batch, loss, *options, backward=False)
+            return self._with_less_memory(run, batch, self.max_sequences, scores)
 
     def _run(
         self,

@@ -3,10 +3,13 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from whet.errors import ConfigError
 from whet.observe import Progress, progress, setup_logging, sparkline
+from whet.observe.live_view import NotebookView, make_progress
 
 
 def test_a_sparkline_spans_its_own_range_and_skips_nan():
@@ -145,6 +148,24 @@ def test_a_live_view_shows_step_phase_metrics_and_curves(columns):
     names = ["reward", "KL", "entropy", "truncated", "tokens/s", "memory"]
     assert re.findall(r"reward|KL|entropy|truncated|tokens/s|memory", " ".join(cells)) == names
     assert "25%" in cells[-3 if columns == 50 else -2] and re.search(r"reward +1 ▁.*█", cells[0])
+
+
+def test_in_a_notebook_a_table_updates_below_the_cell(monkeypatch):
+    drawn, handle = [], SimpleNamespace(update=lambda html: drawn.append(html))
+    display = SimpleNamespace(HTML=str, display=lambda html, display_id: drawn.append(html) or handle)
+    shell = SimpleNamespace(kernel=object())
+    with pytest.raises(ConfigError, match="needs a Jupyter kernel"):
+        make_progress("notebook", 2, phase=str)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setattr("whet.observe.live_view._REDRAW_S", 0.0)
+    with make_progress("auto", 2, phase=str) as shown:
+        for step in (1, 2):
+            shown.update(step, value=step / 4, tokens_per_s=1.0, row={"kl": 0.01, "perf/tokens_per_second": 1500.0})
+    assert isinstance(shown, NotebookView) and len(drawn) == 4 and "Training 0/2" in drawn[0]
+    assert "<th>reward</th><td>0.25</td>" in drawn[1] and "<th>tokens/s</th><td>1.5k</td>" in drawn[1]
+    assert "Training 2/2" in drawn[3] and "left" in drawn[2] and "left" not in drawn[3]
+    assert type(make_progress("lines", 2, phase=str)) is Progress
 
 
 @pytest.mark.parametrize(("view", "terminal"), [("lines", True), ("rich", False), ("auto", False)])

@@ -61,5 +61,12 @@ def test_the_command(tmp_path, capsys):
         "",
         f"curves: whet report {a} {b}",
     ]
+    page = tmp_path / "pages/c.html"
+    assert main(["compare", "--html", str(a), str(b), f"out={page}"]) == 0
+    assert capsys.readouterr().out.endswith(f"open it in a browser: {page.as_uri()}\n")
+    text = page.read_text()
+    assert '<th>actor.lr</th><td class="n">0.1</td><td class="n">0.2</td>' in text and "<p>no difference</p>" in text
+    assert main(["compare", str(a), str(b), "--html", f"out={a}"]) == 2
+    assert "the page can't be written" in capsys.readouterr().err
     assert main(["compare", str(a)]) == 2 and "needs two runs or more" in capsys.readouterr().err
     assert main(["compare", str(a), str(tmp_path / "none")]) == 2 and "is no folder" in capsys.readouterr().err

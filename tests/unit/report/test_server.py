@@ -5,9 +5,13 @@ import shutil
 import threading
 import urllib.error
 import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from whet.cli import main
 from whet.cli.report import find_warnings
 from whet.errors import ConfigError
 from whet.report.server import LiveRuns, make_server
@@ -126,6 +130,29 @@ def test_only_a_request_to_loopback_or_with_the_token_is_answered(served):
 def test_nothing_but_get(served):
     with pytest.raises(urllib.error.HTTPError, match="501"):
         urllib.request.urlopen(urllib.request.Request(served(), data=b"x", method="POST"), timeout=10)
+
+
+def test_the_demo_is_trained_once_and_opened(tmp_path, monkeypatch, capsys):
+    trained, shown = [], []
+
+    def train(config):
+        trained.append(config)
+        folder = Path(config.trainer.run_dir)
+        folder.mkdir(parents=True)
+        write_rows(folder, [1])
+        (folder / "summary.json").write_text("{}")
+
+    @contextmanager
+    def serve(live, host, port, token):
+        shown.append(live.title)
+        yield SimpleNamespace(server_address=(host, 1), serve_forever=lambda: None)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("whet.cli.commands.grpo", train)
+    monkeypatch.setattr("whet.cli.report.make_server", serve)
+    assert main(["watch", "--demo"]) == main(["watch", "demo=true"]) == 0
+    assert shown == ["watch-demo"] * 2 and [config.trainer.max_steps for config in trained] == [40]
+    assert main(["watch", "--demo", "runs=a"]) == 2 and "leave out a or --demo" in capsys.readouterr().err
 
 
 def test_addresses(run):

@@ -399,6 +399,22 @@ def test_a_call_leaves_the_main_threads_signals_as_they_were():
     assert held() == before and signal.set_wakeup_fd(-1) == -1
 
 
+def test_a_ctrl_c_that_comes_just_before_a_wait_in_the_kernel_ends_that_wait(monkeypatch):
+    sent = []
+
+    def late(thread, number):
+        """The first comes before the wait begins, which the kernel then doesn't end."""
+        if sent:
+            os.kill(os.getpid(), number)
+        sent.append(number)
+
+    monkeypatch.setattr(deadline.signal, "pthread_kill", late)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        call(lambda completions: os.kill(os.getpid(), signal.SIGINT) or time.sleep(30))
+    assert len(sent) > 1 and time.monotonic() - start < 20
+
+
 def test_a_function_may_run_an_event_loop_where_the_caller_is_in_one():
     async def judge():
         return [1, 0]

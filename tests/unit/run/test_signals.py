@@ -100,6 +100,17 @@ def test_a_child_that_outlives_its_run_is_hung_up_as_any_other(handler):
     assert exit_of(orphaned, handler) == -signal.SIGHUP
 
 
+def test_a_child_that_is_ended_before_it_has_run_a_line_ends(handler):
+    for _ in range(10):
+        child = os.fork()
+        if child == 0:
+            time.sleep(5)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 BUSY = FORK.Event()
 
 

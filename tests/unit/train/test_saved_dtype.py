@@ -7,10 +7,20 @@ import torch
 from helpers import cluster, length_reward, rows, tiny_model
 from safetensors.torch import load_file
 
-from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, LoraConfig, OptimConfig, RoleConfig
+from whet.config import (
+    CheckpointingOptions,
+    DataConfig,
+    GRPOConfig,
+    LoraConfig,
+    OptimConfig,
+    Role,
+    RoleConfig,
+    TrainingConfig,
+)
 from whet.hub.push import push_to_hub
 from whet.learners.grpo import GRPOLearner
 from whet.models.load import load_model
+from whet.train import role_workers
 from whet.train.worker import ModelWorker
 
 
@@ -83,3 +93,28 @@ def test_a_run_writes_final_so_and_sends_its_checkpoints_so(half, tmp_path):
     assert sent.files["model.safetensors"] == (tmp_path / "run" / "final" / "model.safetensors").stat().st_size
     assert {"tokenizer.json", "tokenizer_config.json"} & sent.files.keys()
     assert {w.dtype for w in load_file(tmp_path / "run" / "exported" / "model.safetensors").values()} == {torch.float16}
+
+
+@pytest.mark.parametrize("trained, lora, dtype, kind, want", [
+    (True, None, "auto", "cuda", "float32"),  # the masters
+    (True, None, "bfloat16", "cuda", "float32"),
+    (True, LoraConfig(r=2), "auto", "cuda", "bfloat16"),  # a frozen base never lies on a GPU in fp32
+    (False, None, "auto", "cuda", "bfloat16"),
+    (False, None, "float32", "cuda", "float32"),
+    (False, None, "auto", "cpu", "float32"),
+])  # fmt: skip
+def test_frozen_weights_go_to_a_gpu_in_the_dtype_that_they_compute_in(monkeypatch, trained, lora, dtype, kind, want):
+    asked = {}
+
+    def load(model, **options):
+        asked.update(options)
+        raise InterruptedError
+
+    monkeypatch.setattr(role_workers, "load_model", load)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    workers = role_workers.RoleWorkers(TrainingConfig())
+    workers._device = torch.device(kind)
+    role = Role.ACTOR if trained else Role.REFERENCE
+    with pytest.raises(InterruptedError):
+        workers.load(role, RoleConfig(model="m", dtype=dtype, lora=lora))
+    assert asked["dtype"] == want

@@ -117,6 +117,33 @@ def test_an_update_out_of_memory_starts_again_with_half_the_tokens_and_is_the_sa
     assert worker.max_tokens == 60
 
 
+@pytest.mark.parametrize("call", ["logprobs", "evaluate"])
+def test_scoring_out_of_memory_starts_again_with_half_the_tokens(caplog, monkeypatch, call):
+    batch, worker = weighted(random_batch(*SHAPES)), make(max_tokens=60)
+    score = {"logprobs": lambda: worker.logprobs(batch).logprobs,
+             "evaluate": lambda: worker.evaluate(batch, clipped_surrogate)["loss"].value}[call]  # fmt: skip
+    want, most, seen, run = score(), 30, [], worker._stats
+
+    def short(micro, *args, **options):
+        seen.append(micro.num_tokens)
+        if micro.num_tokens > most:
+            raise torch.OutOfMemoryError("planted")
+        return run(micro, *args, **options)
+
+    monkeypatch.setattr(worker, "_stats", short)
+    assert score() == pytest.approx(want, rel=1e-5, abs=1e-5)
+    assert max(seen) > 30 >= seen[-1] and "scoring ran out of memory" in caplog.text
+    seen.clear()
+    score()
+    assert max(seen) <= 30  # later passes begin with the smaller budget
+    most = 0
+    with pytest.raises(torch.OutOfMemoryError, match="planted") as caught:
+        score()
+    assert "one sequence alone does not fit" in caught.value.__notes__[0]
+    most = 60
+    assert max(micro.num_tokens for micro in worker.micro_batches(batch, None, trained=True)) > 30  # not an update's
+
+
 def test_a_sequence_that_does_not_fit_alone_ends_the_update_with_what_helps():
     seen, worker = [], make(max_tokens=60)
     with pytest.raises(torch.OutOfMemoryError, match="planted") as caught:

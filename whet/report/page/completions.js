@@ -125,10 +125,11 @@ function completionsTab() {
   const clear = el("button", { text: "clear", title: "clear all filters", onclick: () => { for (const name of FILTERS) whet.view[name] = ""; whet.draw(); } });
   const sorts = [["row", "order of the data"], ["best", "best first"], ["worst", "worst first"], ["spread", "widest spread first"], ["long", "longest first"]];
   const colours = [["logprob", "probability"], ["ratio", "ratio trainer / sampler"], ["entropy", "entropy"], ["advantage", "advantage"], ["none", "nothing"]];
+  let legend = legendOf(whet.view.colour);
   part.append(el("div", { class: "bar" },
     move(-1, "←", "previous step"), pick, move(1, "→", "next step"),
     el("label", {}, "sort ", selected(sorts, whet.view.sort, filter("sort"), "order")),
-    el("label", {}, "colour by ", selected(colours, whet.view.colour, filter("colour"), "colour")),
+    el("label", {}, "colour by ", selected(colours, whet.view.colour, colour => { filter("colour")(colour); legend.replaceWith(legend = legendOf(colour)); }, "colour")), legend,
     between("reward", "low", "high", "least reward", "greatest reward"),
     between("tokens", "short", "long", "least tokens", "most tokens"),
     el("label", {}, "ended by ", ends),
@@ -365,6 +366,21 @@ function markFound(body, text) { // marks a text that was searched for, across t
   }
 }
 
+const tinted = (rgb, strength) => strength < .005 ? "" : `rgba(${rgb},${strength.toFixed(2)})`;
+const signed = x => tinted(x >= 0 ? "40,160,100" : "220,70,50", Math.min(.6, .6 * Math.abs(x))); // green above 0, red below
+
+const LEGENDS = { // what the palest and the strongest colour mean, and the colours
+  logprob: ["likely", "unlikely", tinted("224,96,60", 0), tinted("224,96,60", .8)],
+  ratio: ["less likely now", "more", signed(-1), "transparent", signed(1)],
+  entropy: ["certain", "uncertain", tinted("110,90,220", 0), tinted("110,90,220", .7)],
+  advantage: ["−", "+", signed(-1), "transparent", signed(1)],
+};
+
+function legendOf(colour) {
+  const [low, high, ...colours] = LEGENDS[colour] || [];
+  return el("span", { class: "legend dim" }, ...low ? [low, el("i", { style: `background:linear-gradient(90deg,${colours.map(c => c || "transparent").join(",")})` }), high] : []);
+}
+
 const at = (list, i) => list && list[i] !== null ? list[i] : undefined; // a number of a token, if it is known
 
 function tokenColour(segment, t, by, advantage) { // "" = none
@@ -373,9 +389,6 @@ function tokenColour(segment, t, by, advantage) { // "" = none
   if (by === "entropy") return tinted("110,90,220", Math.min(.7, .35 * Math.sqrt((at(segment.ent, t) ?? 0) / 100)));
   return tinted("224,96,60", .8 * (1 - Math.exp(-segment.lp[t] / 100)));
 }
-
-const tinted = (rgb, strength) => strength < .005 ? "" : `rgba(${rgb},${strength.toFixed(2)})`;
-const signed = x => tinted(x >= 0 ? "40,160,100" : "220,70,50", Math.min(.6, .6 * Math.abs(x))); // green above 0, red below
 
 function tokenTitle(segment, t, version) {
   const lp = -segment.lp[t] / 100, ratio = at(segment.ratio, t), entropy = at(segment.ent, t), advantage = at(segment.adv, t);

@@ -272,7 +272,7 @@ function chart(title, names, help, floor) {
   const y = v => H - BOTTOM - (Math.min(Math.max(v, low), high) - low) / (high - low) * (H - BOTTOM - TOP);
   const path = points => thinned(points).map(([a, b], i) => `${i ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("");
   const drawing = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", tabindex: 0, "aria-label": `${title}: ${lines.map(l => `${l.run.name} ${l.mode} last ${short(last(l.points)[1])}`).join(", ")}` });
-  for (const tick of [low, (low + high) / 2, high]) {
+  for (const tick of ticks(low, high)) {
     drawing.append(svg("line", { class: "axis", x1: LEFT, x2: W - RIGHT, y1: y(tick), y2: y(tick) }));
     drawing.append(svg("text", { x: LEFT - 4, y: y(tick) + 3, "text-anchor": "end" }, short(tick)));
   }
@@ -294,7 +294,8 @@ function chart(title, names, help, floor) {
     }
   }
   const shown = lines.filter(l => l.mode === "train").length ? lines.filter(l => l.mode === "train") : lines;
-  const rest = shown.map(l => short(last(l.smooth)[1])).join("  ");
+  const values = numbers => value.append(...shown.map((l, k) => el("i", { class: "value", style: shown.length > 1 ? `color:${colourOf(l.i)}` : null, text: short(numbers[k]) })));
+  const rest = () => { value.replaceChildren(); values(shown.map(l => last(l.smooth)[1])); };
   const cursor = svg("line", { class: "cursor", y1: TOP, y2: H - BOTTOM, visibility: "hidden" });
   drawing.append(cursor);
   const nearest = at => shown.map(l => l.points.reduce((a, b) => Math.abs(x(b[0]) - at) < Math.abs(x(a[0]) - at) ? b : a));
@@ -302,11 +303,12 @@ function chart(title, names, help, floor) {
   const point = points => {
     cursor.setAttribute("x1", x(points[0][0])); cursor.setAttribute("x2", x(points[0][0]));
     cursor.setAttribute("visibility", "visible");
-    value.textContent = `step ${points[0][2]}: ${points.map(p => short(p[1])).join("  ")}`;
+    value.textContent = `step ${points[0][2]}: `;
+    values(points.map(p => p[1]));
   };
   const open = step => openStep(shown[0].run, shown[0].mode, step);
   drawing.onpointermove = event => point(nearest(place(event)));
-  drawing.onpointerleave = drawing.onblur = () => { cursor.setAttribute("visibility", "hidden"); value.textContent = rest; };
+  drawing.onpointerleave = drawing.onblur = () => { cursor.setAttribute("visibility", "hidden"); rest(); };
   drawing.onclick = event => open(nearest(place(event))[0][2]);
   let at = shown[0].points.length; // where the arrow keys are
   drawing.onkeydown = event => {
@@ -317,7 +319,7 @@ function chart(title, names, help, floor) {
     at = Math.min(Math.max(at + step, 0), points.length - 1);
     point(nearest(x(points[at][0])));
   };
-  value.textContent = rest;
+  rest();
   box.append(drawing);
   return box;
 }
@@ -330,6 +332,13 @@ function range(values, floor) { // the axis: all values, but for single spikes f
   if (floor !== undefined) low = Math.min(floor, low);
   if (floor === 0 && high === 0) return [0, 1];
   return high > low ? [low, high] : [low - (Math.abs(low) / 10 || .5), high + (Math.abs(high) / 10 || .5)];
+}
+
+function ticks(low, high) { // two to five round numbers from low to high
+  const rough = (high - low) / 3, power = 10 ** Math.floor(Math.log10(rough));
+  const size = [1, 2, 2.5, 5, 10].map(f => f * power).filter(f => f <= rough).pop() || power, found = [];
+  for (let i = Math.ceil(low / size - 1e-9); i * size <= high + 1e-9 * size; i++) found.push(i * size);
+  return found.filter((_, i) => found.length < 6 || i % 2 === 0);
 }
 
 function openStep(run, mode, step) { // the completions nearest to a step, of its mode if there are any
@@ -356,13 +365,19 @@ function plotControls(redraw) {
 function overview() {
   const part = el("section"), plots = el("div");
   part.append(...[legend(), tiles(), warnings()].filter(Boolean));
-  const draw = () => plots.replaceChildren(...PANELS.flatMap(([title, panels]) => {
+  const draw = () => plots.replaceChildren(...[PANELS[0], rewardPanels(), ...PANELS.slice(1)].flatMap(([title, panels]) => {
     const drawn = panels.map(panel => chart(...panel)).filter(Boolean);
     return drawn.length ? [el("h2", { text: title }), el("div", { class: "plots" }, ...drawn)] : [];
   }));
   draw();
   part.append(plotControls(draw), plots);
   return part;
+}
+
+function rewardPanels() { // one for each reward function, if a run has several
+  const names = new Set(whet.runs.flatMap(run => ["train", "eval"].flatMap(mode => column(run, mode, "reward") ? Object.keys(run.metrics[mode].columns) : [])));
+  const functions = [...names].filter(name => /^rewards\/[^/]+$/.test(name) && names.has(`${name}/mean`));
+  return ["Rewards by function", functions.length > 1 ? functions.map(name => [name.slice(8), [name], "Mean of this function's rewards."]) : []];
 }
 
 function tiles() {
