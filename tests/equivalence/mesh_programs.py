@@ -48,8 +48,13 @@ MODELS = {
     "one KV head": lambda: tiny_model(1, num_key_value_heads=1),
     "windows and sinks": sinks_model,
 }
-DIVIDED_MODELS = {"trees": MODELS["trees"], "biases": biased_model}
-"""Models whose matrices can be divided."""
+
+
+def models_of(mesh, every):
+    """The models that run on a mesh: the matrices of some can't be divided."""
+    if mesh[2] == 1:
+        return MODELS
+    return {"trees": MODELS["trees"], **({"biases": biased_model} if every else {})}
 
 
 def batches():
@@ -129,6 +134,6 @@ def on_meshes(rank, size, folder, meshes, every):
         mesh = make_mesh("cpu", size, *sizes)
         each = {"sync_each_pass": context == replicas}
         made = lambda mesh=mesh, each=each: FSDPPlacement(mesh, ranks, **each)
-        found = results(made, every, MODELS if tensor == 1 else DIVIDED_MODELS)
+        found = results(made, every, models_of(sizes, every))
         torch.save((found, peak(made)), folder / f"{rank}-{context}-{replicas}-{tensor}.pt")
     dist.destroy_process_group()

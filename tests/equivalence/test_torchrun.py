@@ -180,12 +180,13 @@ def test_every_command_writes_the_run_of_one_process(folders, monkeypatch, names
 
 
 @needs_gloo
-@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("key, names", [
-    ("context_parallel_size", ("sft-dropout", "grpo-distillation", "ppo-shared")),
-    ("data_parallel_replicate_size", ("sft-dropout", "grpo-distillation", "ppo-shared")),
-    ("tensor_parallel_size", ("sft", "grpo-updates", "grpo-distillation", "grpo-reward-model", "ppo", "grpo-hf")),
+    ("tensor_parallel_size", ("grpo-lora",)),
+    full("context_parallel_size", ("sft-dropout", "grpo-distillation", "ppo-shared")),
+    full("data_parallel_replicate_size", ("sft-dropout", "grpo-distillation", "ppo-shared")),
+    full("tensor_parallel_size", ("sft", "grpo-updates", "grpo-distillation", "ppo-shared")),
+    full("tensor_parallel_size", ("grpo-reward-model", "grpo-hf", "grpo-hf-lora", "dpo-lora")),
 ])  # fmt: skip
 def test_other_meshes_train_and_resume_as_one_process(folders, monkeypatch, key, names):
     steps = ["trainer.max_steps=1"], ["trainer.max_steps=2", "trainer.resume=latest"]

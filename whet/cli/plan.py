@@ -31,7 +31,13 @@ def plan(config: RunConfig, memory_gb: float | None, num_processes: int = 1) -> 
     Returns: a plan for each size.
     Raises: ConfigError: the model's config can't be read; the processes can't be the mesh of the configuration.
     """
-    check_mesh(num_processes, config.trainer.context_parallel_size, config.trainer.data_parallel_replicate_size)
+    trainer = config.trainer
+    check_mesh(
+        num_processes,
+        trainer.context_parallel_size,
+        trainer.data_parallel_replicate_size,
+        trainer.tensor_parallel_size,
+    )
     if num_processes > 1 and config.actor.quantization is not None:
         raise ConfigError(
             f"actor.quantization={config.actor.quantization} does not run on {num_processes} processes: FSDP shards "
@@ -54,8 +60,10 @@ def plan_text(config: RunConfig, sizes: ModelSizes, plan: MemoryPlan, memory_gb:
     lengths = f"  prompts of {rollout.max_prompt_length:,} tokens, completions of {rollout.max_tokens_to_generate:,}"
     lines = [f"{memory_gb:g} GB: {kind}, {dtype}, {what}", lengths]
     if num_processes > 1:
-        copies, context = config.trainer.data_parallel_replicate_size, config.trainer.context_parallel_size
-        shards, run = num_processes // copies, "its own passes" if context == 1 else f"a pass with {context - 1} other"
+        trainer = config.trainer
+        together = trainer.context_parallel_size * trainer.tensor_parallel_size
+        shards = num_processes // trainer.data_parallel_replicate_size
+        run = "its own passes" if together == 1 else f"a pass with {together - 1} other"
         lines.append(f"  each of {num_processes} processes: a shard of {shards}, {run}")
     lines.append(f"  {'GB':40}{'rollout':>9}{'update':>9}")
     lines += [f"  {p.name:40}{p.rollout / GB:9.1f}{p.update / GB:9.1f}" for p in plan.parts]

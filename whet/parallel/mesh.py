@@ -78,5 +78,7 @@ def make_mesh(
     groups = grid.get_group("data"), grid.get_group("context")
     if tensor == 1:
         return ProcessMesh(init_device_mesh(device, sharded, mesh_dim_names=names), None, *groups)
-    whole = init_device_mesh(device, (*sharded, tensor), mesh_dim_names=(*names, "tensor"))  # FSDP wants one mesh of both
+    whole = init_device_mesh(
+        device, (*sharded, tensor), mesh_dim_names=(*names, "tensor")
+    )  # FSDP wants one mesh of both
     return ProcessMesh(whole[names], whole["tensor"], *groups)

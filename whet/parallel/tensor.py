@@ -6,16 +6,17 @@
                                         over the processes once per update
     embedding, other norms, head        whole, with the same gradient on each process
 
+Of an adapter B A, B is divided beside a layer that is divided by rows, A beside one that is divided by columns.
 transformers' plan of the model (`base_model_tp_plan`) says which is which, and torch's `parallelize_module` divides the
-matrices and runs them. fully_shard then shards each part over the other processes. Left out on purpose: plans with other
-kinds of parts (experts, packed projections), which are refused by name.
+matrices and runs them. fully_shard then shards each part over the other processes. Left out on purpose: plans with
+other kinds of parts (experts, packed projections), which are refused by name.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from whet.errors import ConfigError
+from whet.models.lora_layers import is_adapter_layer, plain_linear
 
 __all__ = ["WholeWeights", "check_tensor_parallel", "divide_layer", "sum_gradients"]
 
@@ -32,111 +34,116 @@ COLWISE, ROWWISE, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduc
 """The parts of a plan that are carried out, by transformers' names."""
 
 
-class _Colwise(ColwiseParallel):
-    """torch's style, which leaves a layer alone while it has its whole weight."""
+def _while_divided(style: Any) -> Any:
+    """Torch's style, but its hooks leave a layer alone while that has its whole weight."""
+    prepare_input, prepare_output = style._prepare_input_fn, style._prepare_output_fn
 
-    @staticmethod
-    def _prepare_input_fn(input_layouts: Any, desired: Any, mod: Any, inputs: Any, device_mesh: DeviceMesh) -> Any:
-        prepare = ColwiseParallel._prepare_input_fn
-        return prepare(input_layouts, desired, mod, inputs, device_mesh) if isinstance(mod.weight, DTensor) else inputs
+    class Divided(style):
+        @staticmethod
+        def _prepare_input_fn(given: Any, desired: Any, layer: Any, inputs: Any, mesh: Any) -> Any:
+            is_divided = isinstance(layer.weight, DTensor)
+            return prepare_input(given, desired, layer, inputs, mesh) if is_divided else inputs
 
-    @staticmethod
-    def _prepare_output_fn(layouts: Any, use_local: bool, mod: Any, outputs: Any, device_mesh: DeviceMesh) -> Any:
-        prepare = ColwiseParallel._prepare_output_fn
-        return prepare(layouts, use_local, mod, outputs, device_mesh) if isinstance(outputs, DTensor) else outputs
+        @staticmethod
+        def _prepare_output_fn(desired: Any, use_local: Any, layer: Any, output: Any, mesh: Any) -> Any:
+            is_divided = isinstance(output, DTensor)
+            return prepare_output(desired, use_local, layer, output, mesh) if is_divided else output
 
-
-class _Rowwise(RowwiseParallel):
-    """torch's style, which leaves a layer alone while it has its whole weight."""
-
-    @staticmethod
-    def _prepare_input_fn(input_layouts: Any, desired: Any, mod: Any, inputs: Any, device_mesh: DeviceMesh) -> Any:
-        prepare = RowwiseParallel._prepare_input_fn
-        return prepare(input_layouts, desired, mod, inputs, device_mesh) if isinstance(mod.weight, DTensor) else inputs
-
-    @staticmethod
-    def _prepare_output_fn(layouts: Any, use_local: bool, mod: Any, outputs: Any, device_mesh: DeviceMesh) -> Any:
-        prepare = RowwiseParallel._prepare_output_fn
-        return prepare(layouts, use_local, mod, outputs, device_mesh) if isinstance(outputs, DTensor) else outputs
+    return Divided
 
 
-_STYLES = {COLWISE: _Colwise, ROWWISE: _Rowwise}
+_STYLES = {COLWISE: _while_divided(ColwiseParallel), ROWWISE: _while_divided(RowwiseParallel)}
 
 
 def check_tensor_parallel(module: nn.Module, size: int, name: str) -> None:
     """Checks whether a model's layers can be divided over processes.
 
     Args: module: the model. size: the number of processes. name: of the model.
-    Raises: ConfigError: it has an adapter, transformers has no plan for it or one with other kinds of parts, or heads
-        or columns can't be divided.
+    Raises: ConfigError: transformers has no plan for it or one with other kinds of parts, an adapter is more than
+        LoRA's two matrices, or heads or columns can't be divided.
     """
-    setting = f"trainer.tensor_parallel_size={size}"
     backbone: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
-    if not _layer_plan(backbone):
+    setting = f"trainer.tensor_parallel_size={size}"
+    if not _plan_of(backbone):
         raise ConfigError(
             f"{setting} divides layers by transformers' tensor-parallel plan, and {name} has none; set it to 1"
         )
-    config = backbone.config
-    for count, what in (
-        (config.num_attention_heads, "attention heads"),
-        (getattr(config, "num_key_value_heads", None) or config.num_attention_heads, "KV heads"),
-    ):
-        if count % size:
-            raise ConfigError(
-                f"{name} has {count} {what}, which {setting} does not divide: each process computes a part of the "
-                f"heads; set it to a divisor of {count} ({_divisors(count)})"
-            )
+    heads = backbone.config.num_attention_heads
+    kv_heads = getattr(backbone.config, "num_key_value_heads", None) or heads
+    for count, what in ((heads, "attention heads"), (kv_heads, "KV heads")):
+        _check_divides(f"{name} has {count} {what}", count, size)
     for i, layer in enumerate(backbone.layers):
-        planned = dict(_planned(backbone, layer))
-        for path, style in planned.items():
-            part = layer.get_submodule(path)
-            if style not in (COLWISE, ROWWISE, PARTIAL):
-                raise ConfigError(
-                    f"{setting} can't divide {name}: layers.{i}.{path} is {style!r} in transformers' plan, and only "
-                    f"{COLWISE} and {ROWWISE} linear layers are divided; set it to 1"
-                )
-            if style in _STYLES and type(part) is not nn.Linear:
-                raise ConfigError(
-                    f"{setting} can't divide {name}: layers.{i}.{path} is a {type(part).__name__}, and only "
-                    "torch.nn.Linear is divided; set it to 1, and train no adapter (lora) with it"
-                )
-            divided = part.out_features if style == COLWISE else getattr(part, "in_features", size)
-            if divided % size:
-                raise ConfigError(
-                    f"{name} has {divided} {'outputs' if style == COLWISE else 'inputs'} of layers.{i}.{path}, which "
-                    f"{setting} does not divide; set it to a divisor of {divided} ({_divisors(divided)})"
-                )
-        if rest := _unplanned(layer, planned):
+        plan = _plan_of(backbone, layer)
+        for path, style in plan.items():
+            where = f"layers.{i}.{path}"
+            if reason := _unsupported_reason(layer.get_submodule(path), style):
+                raise ConfigError(f"{setting} can't divide {name}: {where} {reason}; set it to 1")
+            if style != PARTIAL:
+                linear = plain_linear(layer.get_submodule(path))
+                assert linear is not None, "other layers are refused above"
+                count, what = (linear.out_features, "outputs") if style == COLWISE else (linear.in_features, "inputs")
+                _check_divides(f"{where} of {name} has {count} {what}", count, size)
+        if rest := _unplanned(layer, plan):
             raise ConfigError(
-                f"{setting} can't divide {name}: transformers' plan divides the module of layers.{i}.{rest}, and says "
-                "nothing about this parameter; set it to 1"
+                f"{setting} can't divide {name}: transformers' plan divides its neighbours and leaves out "
+                f"layers.{i}.{rest}; set it to 1"
             )
 
 
-def _unplanned(layer: nn.Module, planned: dict[str, str]) -> str | None:
-    """A parameter beside divided ones for which there is no plan; None = there is none."""
-    blocks = {path.rpartition(".")[0] for path in planned}
-    for name, _ in layer.named_parameters():
-        path = name.rpartition(".")[0]
-        if path not in planned and any(path == block or path.startswith(f"{block}.") for block in blocks if block):
-            return name
+def _check_divides(fact: str, count: int, size: int) -> None:
+    if count % size:
+        divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        raise ConfigError(
+            f"{fact}, which trainer.tensor_parallel_size={size} does not divide; set it to a divisor of {count} "
+            f"({divisors})"
+        )
+
+
+def _unsupported_reason(part: nn.Module, style: str) -> str | None:
+    """Why a part of a plan can't be carried out; None = it can."""
+    if style == PARTIAL:
+        return None
+    if style not in _STYLES:
+        return f"is {style!r} in transformers' plan, and only {COLWISE} and {ROWWISE} layers are divided"
+    if is_adapter_layer(part):
+        if plain_linear(part) is None:
+            return "has an adapter that is more than LoRA's two matrices"
+        if style == ROWWISE and any(getattr(drop, "p", 0) for drop in cast(Any, part).lora_dropout.values()):
+            return "reads a part of its inputs, of which lora_dropout draws as of all; or set lora_dropout=0"
+        return None
+    if type(part) is not nn.Linear:
+        return f"is a {type(part).__name__}, and only torch.nn.Linear is divided"
     return None
 
 
-def _divisors(count: int) -> str:
-    return ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+def _unplanned(layer: nn.Module, plan: dict[str, str]) -> str | None:
+    """A parameter beside divided ones for which there is no plan; None = there is none."""
+    blocks = tuple(f"{path.rpartition('.')[0]}." for path in plan)
+    handled = tuple(f"{path}." for path in plan)
+    names = (name for name, _ in layer.named_parameters())
+    return next((name for name in names if name.startswith(blocks) and not name.startswith(handled)), None)
 
 
-def _layer_plan(backbone: Any) -> dict[str, str]:
-    """The plan of a decoder layer: the path in the layer -> transformers' name of what is done with it."""
-    plan = getattr(backbone.config, "base_model_tp_plan", None) or {}
-    return {key.removeprefix("layers.*."): style for key, style in plan.items() if key.startswith("layers.*.")}
+def _plan_of(backbone: Any, layer: nn.Module | None = None) -> dict[str, str]:
+    """The plan of a decoder layer: the path in the layer -> transformers' name of what is done with it.
+
+    Args: layer: layers of a model may differ, and what this one hasn't is left out; None = of any layer.
+    """
+    whole = getattr(backbone.config, "base_model_tp_plan", None) or {}
+    plan = {key.removeprefix("layers.*."): style for key, style in whole.items() if key.startswith("layers.*.")}
+    parts = plan if layer is None else {name for name, _ in layer.named_modules()}
+    return {path: style for path, style in plan.items() if path in parts}
 
 
-def _planned(backbone: Any, layer: nn.Module) -> Iterator[tuple[str, str]]:
-    """The plan of a layer's own parts; layers of a model may differ, and what a layer hasn't is passed over."""
-    parts = {name for name, _ in layer.named_modules()}
-    return ((path, style) for path, style in _layer_plan(backbone).items() if path in parts)
+def _matrices(layer: nn.Module, path: str, style: str) -> Iterator[tuple[str, str]]:
+    """The linear layers to divide for a part of a plan, and how; of an adapter B A the matrix on the divided side."""
+    part: Any = layer.get_submodule(path)
+    if not is_adapter_layer(part):
+        yield path, style
+        return
+    yield f"{path}.base_layer", style
+    side = "lora_B" if style == COLWISE else "lora_A"
+    yield from ((f"{path}.{side}.{name}", style) for name in getattr(part, side))
 
 
 def divide_layer(backbone: Any, layer: nn.Module, mesh: DeviceMesh) -> list[str]:
@@ -146,10 +153,11 @@ def divide_layer(backbone: Any, layer: nn.Module, mesh: DeviceMesh) -> list[str]
     Returns: names of parameters whose gradients are to be summed over the processes.
     """
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # whole tensors take 2 gathers
-    planned = dict(_planned(backbone, layer))
-    styles = {path: _STYLES[style]() for path, style in planned.items() if style in _STYLES}
+    plan = _plan_of(backbone, layer)
+    divided = [x for path, style in plan.items() if style in _STYLES for x in _matrices(layer, path, style)]
+    styles = {path: _STYLES[style]() for path, style in divided}
     parallelize_module(layer, mesh, styles, src_data_rank=None)  # pyright: ignore[reportArgumentType]
-    partial = [path for path, style in planned.items() if style == PARTIAL]
+    partial = [path for path, style in plan.items() if style == PARTIAL]
     return [f"{path}.{name}" for path in partial for name, _ in layer.get_submodule(path).named_parameters()]
 
 
@@ -184,7 +192,8 @@ class WholeWeights:
                 gathered = p.full_tensor()
                 whole = self._whole.setdefault((part, name), nn.Parameter(torch.empty_like(gathered), p.requires_grad))
                 whole.untyped_storage().resize_(gathered.nbytes)
-                part._parameters[name] = whole.copy_(gathered)  # as FSDP does; it puts its own back as it reshards
+                whole.copy_(gathered)
+                part._parameters[name] = whole  # as FSDP does; it puts its own back as it reshards
 
     def free(self) -> None:
         """Frees the memory of the whole matrices."""
