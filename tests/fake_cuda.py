@@ -12,6 +12,7 @@ import ctypes
 import json
 import sys
 import traceback
+import types
 from pathlib import Path
 
 ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
@@ -25,20 +26,29 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
-from whet.config import OptimConfig
+from whet.config import OptimConfig, PreferenceConfig, RewardModelConfig, Role, SFTConfig
 from whet.config.lora import LoraConfig
+from whet.learners.preference import PreferenceLearner, RewardModelLearner
+from whet.learners.preference_from_config import make_preference_objective
+from whet.learners.sft import SFTLearner
+from whet.learners.step import ExampleStep
 from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.load import load_model
-from whet.ops import LogitsProcessors, clipped_surrogate, token_weights
-from whet.packing.micro_batch import MicroBatch
+from whet.observe.trace import Trace
+from whet.ops import LogitsProcessors, clipped_surrogate, clipped_value, nll, token_weights
+from whet.ops.kl import reference_kl
+from whet.ops.policy_losses import POLICY_LOSSES
+from whet.ops.policy_objective import PolicyObjective
+from whet.ops.preference import PREFERENCE_LOSSES
 from whet.rollout.base import Sampling
 from whet.rollout.engine import runner as runner_file
 from whet.rollout.engine.engine import EmbeddedEngine
 from whet.rollout.engine.fused_backbone import FusedBackbone
 from whet.rollout.engine.layouts import DecodeLayout
 from whet.train.offload import Offload, OffloadPlacement
+from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Divergence, ModelWorker
-from whet.types.batch import TokenBatch
+from whet.types import Example, TokenBatch, TokenStats, TrainSequence
 from whet.util.transfer import to_host
 
 CUDA = torch.device("cuda", 0)
@@ -233,8 +243,8 @@ ENGINE = {
 
 
 def _worker(family="qwen3", *, role="actor", dtype=torch.bfloat16, lora=False, checkpointing=None, trained=True,
-            offload=False, **options):  # fmt: skip
-    model = build(family, max_position_embeddings=512).to(dtype)
+            offload=False, layers=2, **options):  # fmt: skip
+    model = build(family, max_position_embeddings=512, num_hidden_layers=layers).to(dtype)
     loaded = load_model(model, dtype=dtype, role=role, attention="plain", lora=LORA if lora else None)
     move(loaded.module)
     if checkpointing:
@@ -246,31 +256,83 @@ def _worker(family="qwen3", *, role="actor", dtype=torch.bfloat16, lora=False, c
         return ModelWorker(loaded, optim=optim, dtype=dtype, max_tokens=140, **options)
 
 
-def update_case(family="qwen3", *, entropy=False, teacher=False, role="actor", **options):
+def _on_device(worker, counts):
+    """The worker, whose passes and steps run on the device; a name and what it counts is added to counts for each."""
+
+    def micro_batches(*args, **options):
+        with _disable_current_modes():  # a plan reads integers
+            planned = worker._planned_within(*args, *[options.get("trained", False)][len(args) - 3 :])
+        micro_batches.most = max(micro_batches.most, len(planned))
+        return [m.to(CUDA) for m in planned]
+
+    def on_device(name, call):
+        def counted(*args, **options):
+            with MODE, Ledger() as ledger:
+                out = call(*args, **options)
+            counts.append((name, {**ledger.counts(), "micro_batches": micro_batches.most}))
+            return TokenStats(logprobs=torch.randn(out.logprobs.shape)) if name == "logprobs" else out
+
+        return counted
+
+    micro_batches.most = 0
+    for name in ("logprobs", "values", "forward_backward", "optim_step"):
+        setattr(worker, name, on_device(name, getattr(worker, name)))
+    worker.micro_batches = micro_batches
+    return worker
+
+
+def update_case(family="qwen3", *, entropy=False, teacher=False, role="actor", loss=clipped_surrogate, **options):
     """Scoring, forward_backward and an optimizer step. Returns: the counts of each, and the micro-batches."""
     batch = random_batch((40, [30, 9]), (12, [80, 40]))
     batch = batch.replace(tokens=batch.tokens % VOCABULARY, prefixes=batch.prefixes % VOCABULARY)
-    batch = batch.replace(weights=token_weights(batch.mask, batch.trajectory, "token-mean"))
-    worker = _worker(family, role=role, **options)
-    loss, extra = clipped_surrogate, {"entropy": entropy}
+    names = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "returns")
+    columns = {name: torch.randn(batch.num_tokens) for name in names}
+    weights = token_weights(batch.mask, batch.trajectory, "token-mean")
+    batch = batch.with_token_columns(weights=weights, **columns)
+    counts = []
+    worker = _on_device(_worker(family, role=role, **options), counts)
+    extra = {"entropy": entropy}
     if role == "critic":
-        loss, extra = (lambda x: ((x.need("new_values") - x.advantages) ** 2, {})), {}
+        loss, extra = clipped_value, {}
     if teacher:
         loss, extra = (lambda x: (x.divergence, {})), {"divergence": Divergence(_worker(family, trained=False))}
-    to, MicroBatch.to = MicroBatch.to, lambda self, device: self
-    planned = worker.micro_batches(batch, None)  # before fake tensors: a plan reads integers
-    MicroBatch.to = to
-    out = {"micro_batches": len(planned)}
-    TokenBatch.__post_init__ = lambda self: None  # fake columns have no numbers to check
-    worker.micro_batches = lambda *args: [m.to(CUDA) for m in planned]
-    read = worker.values if role == "critic" else worker.logprobs
-    calls = {"read": lambda: read(batch), "backward": lambda: worker.forward_backward(batch, loss, **extra),
-             "step": worker.optim_step}  # fmt: skip
-    for name, call in calls.items():
-        with MODE, Ledger() as ledger:
-            call()
-        out[name] = ledger.counts()
-    return out
+    (worker.values if role == "critic" else worker.logprobs)(batch)
+    worker.forward_backward(batch, loss, **extra)
+    worker.optim_step()
+    return {"passes": counts}
+
+
+def _every_policy_loss(x):
+    """All losses of policies that read no distribution of a teacher, with corrections, KL and entropy bonus."""
+    objective = lambda surrogate: PolicyObjective(surrogate=surrogate, kl=reference_kl, beta=0.1, entropy_coef=0.1)
+    each = [objective(loss)(x) for name, loss in POLICY_LOSSES.items() if name != "gkd"]
+    return sum(loss for loss, _ in each), {f"{n}/{i}": m for i, (_, part) in enumerate(each) for n, m in part.items()}
+
+
+def learner_case(make, config, *, paired=True):
+    """A step of a supervised learner by its own stages. Returns: the counts of each pass.
+
+    Args: make: the learner. config: its algorithm. paired: two answers a row, else one with a label.
+    """
+    rng, counts = np.random.default_rng(0), []
+    ids = lambda count: rng.integers(2, VOCABULARY, count).astype(np.int32)
+    examples = []
+    for row in range(4):
+        prefix, lengths = ids(9 + row), (30 + row, 9 + row)[: 1 + paired]
+        answers = [TrainSequence(prefix=prefix, tokens=ids(n), mask=np.arange(n) > 1) for n in lengths]
+        columns = {} if make is SFTLearner else {"chosen": (1.0, 0.0)} if paired else {"label": (float(row % 2),)}
+        examples.append(Example(sequences=tuple(answers), columns=columns, row=row))
+    role = Role.REWARD if make is RewardModelLearner else Role.ACTOR
+    workers = {role: _on_device(_worker(role="critic" if role is Role.REWARD else "actor", layers=1), counts)}
+    if make is PreferenceLearner and make_preference_objective(config).needs.reference:
+        workers[Role.REFERENCE] = _on_device(_worker(trained=False, layers=1), counts)
+    models = types.SimpleNamespace(
+        role=role, workers=workers, worker=workers.get, trained=workers[role], positions=256, trace=Trace(),
+        trainer=RoleTrainer(workers[role], loss=nll, role=role), finish_step=lambda worker: None,
+    )  # fmt: skip
+    learner = make(models, config)
+    learner.update(learner.score(learner.batch(ExampleStep(index=1, examples=examples))))
+    return {"passes": counts}
 
 
 UPDATES = {
@@ -291,6 +353,25 @@ UPDATES = {
     "teacher": {"teacher": True},
     "critic": {"role": "critic"},
     "moe": {"family": "qwen3_moe"},
+    "losses": {"loss": _every_policy_loss, "entropy": True},
+}
+
+
+def _preference(*names, paired=True, **options):
+    return lambda: learner_case(PreferenceLearner, PreferenceConfig(loss_type=names, **options), paired=paired)
+
+
+LOSSES_WITH_OPTIONS = ("sigmoid", "kto", "apo_zero_unpaired", "exo_pair")
+LEARNERS = {
+    "sft": lambda: learner_case(SFTLearner, SFTConfig(log_entropy=True), paired=False),
+    "dft": lambda: learner_case(SFTLearner, SFTConfig(loss_type="dft"), paired=False),
+    "reward": lambda: learner_case(RewardModelLearner, RewardModelConfig(center_rewards_coefficient=0.1)),
+    "dpo": _preference("sigmoid", log_entropy=True),
+    "weighted": _preference("sigmoid", "sft", loss_weights=(1.0, 0.1), use_weighting=True, ld_alpha=0.5),
+    "kto": _preference("kto", paired=False),
+    "apo_zero_unpaired": _preference("apo_zero_unpaired", paired=False),
+    "exo_pair": _preference("exo_pair", label_smoothing=1e-3),
+    **{name: _preference(name) for name in PREFERENCE_LOSSES if name not in LOSSES_WITH_OPTIONS},
 }
 
 
@@ -313,6 +394,7 @@ MISTAKES = {
 CASES = {
     **{f"engine/{name}": lambda o=options: engine_case(**o) for name, options in ENGINE.items()},
     **{f"update/{name}": lambda o=options: update_case(**o) for name, options in UPDATES.items()},
+    **{f"learner/{name}": case for name, case in LEARNERS.items()},
     **{f"mistake/{name}": lambda m=mistake: mistake_case(m) for name, mistake in MISTAKES.items()},
 }
 
@@ -320,6 +402,13 @@ CASES = {
 def _install():
     """Replaces what a CPU build of torch lacks."""
     torch.set_num_threads(1)
+    check = TokenBatch.__post_init__
+
+    def check_numbers(batch):
+        with _disable_current_modes():
+            check(batch)
+
+    TokenBatch.__post_init__ = check_numbers
     waits = type("Stream", (), {"synchronize": lambda self: None})
     torch.cuda.device = lambda *_: contextlib.nullcontext()
     torch.cuda.get_device_capability = lambda *_: (9, 0)
@@ -330,10 +419,8 @@ if __name__ == "__main__":
     _install()
     for name in sys.argv[2:]:
         with contextlib.redirect_stdout(sys.stderr):
-            kept = TokenBatch.__post_init__
             try:
                 line = CASES[name]()
             except Exception as error:
                 line = {"error": "".join(traceback.format_exception(error)[-6:])}
-            TokenBatch.__post_init__ = kept
         print(json.dumps({"case": name, **line}), flush=True)

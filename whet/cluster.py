@@ -27,6 +27,7 @@ from whet.rewards.model import RewardModel
 from whet.rollout import resolve_engine
 from whet.rollout.base import RolloutEngine, Sampling, sampling_processors
 from whet.rollout.build import make_engine, make_grammars, make_sampling
+from whet.rollout.choose import AUTO, choose_engine
 from whet.rollout.constrained_decoding import Masks
 from whet.rollout.driver import Rollouts
 from whet.rollout.policy_rollouts import EpisodeRunner, PolicyRollouts
@@ -88,6 +89,11 @@ class RLCluster(RoleWorkers):
             offload_to_cpu=cluster_config.offload_to_cpu,
             module_dtype=module_dtype,
         )
+        if cluster_config.rollout_engine == AUTO:
+            quantized = isinstance(actor, RoleConfig) and actor.quantization is not None
+            options = {"num_processes": self.ranks.size, "is_quantized": quantized}
+            chosen = choose_engine(cluster_config.rollout_for(Mode.TRAIN), device=self.device(Role.ACTOR), **options)
+            cluster_config = dataclasses.replace(cluster_config, rollout_engine=chosen)
         self.cluster_config = cluster_config
         self.training_config: RLTrainingConfig = cluster_config.training_config
         config = self.training_config

@@ -37,6 +37,7 @@ ranks.all_gather(2)
 @needs_gloo
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="this system can't hold up a single thread")
 @pytest.mark.timeout(200)
+@pytest.mark.full
 def test_python_ends_after_gloos_threads_have_released_the_last_tensors(tmp_path):
     (tmp_path / "end.py").write_text(END)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "end.py"]

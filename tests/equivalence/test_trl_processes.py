@@ -29,6 +29,7 @@ def assert_same_logs(a, b):
 
 
 @needs_gloo
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_two_processes_take_the_steps_of_trl_on_two(tmp_path):
     """The same prompts in each process, the same losses and gradient norms, and weights that SGD has moved alike."""

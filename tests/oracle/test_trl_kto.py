@@ -29,7 +29,7 @@ WHOLE = {"per_device_train_batch_size": 4, "beta": 1.0, "max_steps": 3}
     ("rows", "kwargs"),
     [
         (ANSWERS, {"desirable_weight": 1.5, "undesirable_weight": 0.5}),
-        (ANSWERS, {"max_length": 9}),  # answers are cut, and those of mismatched rows
+        full(ANSWERS, {"max_length": 9}),  # answers are cut, and those of mismatched rows
         (PAIRS, {}),
         (PAIRS, {"loss_type": "apo_zero_unpaired", "sync_ref_model": True, "ref_model_sync_steps": 2}),
         full(TALKS, {}),

@@ -81,6 +81,7 @@ def tiny_tasks(scripts, monkeypatch):
         monkeypatch.setitem(scripts["presets"].TASKS, name, small)
 
 
+@pytest.mark.full
 def test_presets_goes_on_where_it_stopped_and_a_method_that_fails_is_a_row(
     scripts, tiny_tasks, tmp_path, monkeypatch, capsys
 ):

@@ -418,6 +418,7 @@ def test_a_completion_of_another_length_than_forced_is_an_error(scripts, tiny_ro
         sides.timed(Short(), scripts["rollout"].make_work(w, 0), "cpu")
 
 
+@pytest.mark.full
 def test_a_rollout_in_processes_prints_its_ratios_as_the_last_line(scripts, capsys, monkeypatch, tmp_path):
     import torch
 

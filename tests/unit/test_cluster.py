@@ -220,6 +220,16 @@ def test_an_engine_rests_where_that_makes_room_and_freed_memory_leaves_then(plac
     assert log == [*(["sleep", "empty cpu"] if rests else []), "empty cpu", *woken, ("update", not shared)]
 
 
+def test_an_engine_whose_sleep_drops_its_weights_gets_them_again_between_two_updates():
+    c, log = cluster(), []
+    policy = SimpleNamespace(version=0, device=torch.device("cuda"), named_weights=c.actor.named_weights)
+    c._rollouts = PolicyRollouts(lambda: Sleeper(log, shared_weights=False, sleep_keeps_weights=False), policy)
+    c.build_engine()
+    c.release_engine_memory()
+    c.sample([])
+    assert log == ["sleep", "wake", ("update", True)]
+
+
 def test_what_loading_left_is_given_back_before_the_engine_looks_for_memory(monkeypatch):
     log = []
     monkeypatch.setattr("whet.train.role_workers.empty_cache", lambda device: log.append("empty"))

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from whet.ops.preference import PREFERENCE_LOSSES
+
 TESTS = Path(__file__).parents[1]
 ENGINE = (
     *("greedy", "eager", "truncated", "min-p", "penalty", "logits", "moe", "lora"),
@@ -21,8 +23,13 @@ ENGINE = (
 )
 UPDATES = (
     *("plain", "entropy", "truncated", "forbidden", "penalty", "constrained", "full"),
-    *("selective", "lora", "fp32", "teacher", "critic", "moe"),
+    *("selective", "lora", "fp32", "teacher", "critic", "moe", "losses", "offload"),
 )
+LEARNERS = (
+    *("sft", "dft", "reward", "weighted", "kto", "apo_zero_unpaired"),
+    *("bco", "aot", "aot_unpaired", "simpo", "orpo"),
+)
+OTHER_LOSSES = tuple(sorted({*PREFERENCE_LOSSES} - {*LEARNERS, "sigmoid"}))
 MORE_COPIES = {"update/forbidden", "update/penalty", "update/constrained"}
 """Updates with data that are made for each micro-batch: places in a turn, tokens seen before, masks of a constraint."""
 MISTAKES = ("device", "shape", "index", "read")
@@ -53,7 +60,7 @@ def run(device, *cases):
     """The counts of each case."""
     command = [sys.executable, str(TESTS / "fake_cuda.py"), device, *cases]
     out = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     lines = [json.loads(line) for line in out.stdout.splitlines()]
     assert [line["case"] for line in lines] == list(cases), out.stderr[-2000:]
@@ -76,17 +83,22 @@ def check_step(line):
 
 def check_update(line):
     """The budgets of an update: copies to the device do not block, and there is one for each micro-batch."""
-    count = line["micro_batches"]
-    assert count > 1, line
-    more = count if line["case"] in MORE_COPIES else 0
+    more_copies = line["case"] in MORE_COPIES
     ids = 2 if line["case"] == "update/forbidden" else 0  # copied once in a run
-    assert line["read"]["waits"] == 0 and line["read"]["to_host"] == line["read"]["blocking"] - ids == 1, line
-    assert line["read"]["to_device"] <= count + more + ids, line
-    assert line["backward"]["waits"] == 1, line  # the metrics of all micro-batches, at the end
-    assert line["backward"]["to_host"] == line["backward"]["blocking"] == 0, line
-    assert line["backward"]["to_device"] <= count + more + 1, line  # and the columns of the batch
-    assert line["step"]["waits"] <= 1, line  # the norm
-    assert line["step"]["blocking"] == 0, line  # offloaded tensors go to pinned memory
+    names = [name for name, _ in line["passes"]]
+    assert names[-2:] == ["forward_backward", "optim_step"], names
+    for name, found in line["passes"]:
+        where, count = f"{line['case']}, {name}: {found}", found["micro_batches"]
+        if name == "forward_backward":
+            assert count > 1 and found["waits"] == 1, where  # the metrics of all micro-batches, at the end
+            assert found["to_host"] == found["blocking"] == 0, where
+            assert found["to_device"] <= count + more_copies * count + 1, where  # and the columns of the batch
+        elif name == "optim_step":
+            assert found["waits"] <= 1, where  # the norm
+            assert found["blocking"] == 0, where  # offloaded tensors go to pinned memory
+        else:
+            assert found["waits"] == 0 and found["to_host"] == found["blocking"] - ids == 1, where
+            assert found["to_device"] <= count + more_copies * count + ids, where
 
 
 def check_mistakes(lines):
@@ -100,14 +112,18 @@ def check_mistakes(lines):
 
 def test_nothing_waits_for_the_device_inside_a_step(device):
     cases = [f"mistake/{name}" for name in MISTAKES]
-    lines = run(device, *cases, "engine/plain", "update/offload")
+    lines = run(device, *cases, "engine/plain", "learner/dpo")
     check_mistakes(lines[: len(cases)])
     for line in lines[len(cases) :]:
         check_step(line)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind, names", [("engine", ENGINE), ("update", UPDATES)], ids=["engine", "update"])
+@pytest.mark.parametrize(
+    "kind, names",
+    [("engine", ENGINE), ("update", UPDATES), ("learner", LEARNERS), ("learner", OTHER_LOSSES)],
+    ids=["engine", "update", "learner", "losses"],
+)
 def test_other_steps(device, kind, names):
     for line in run(device, *[f"{kind}/{name}" for name in names]):
         check_step(line)

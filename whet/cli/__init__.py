@@ -198,10 +198,10 @@ def _env_check(words: list[str]) -> None:
 
 
 def _plan(words: list[str]) -> None:
-    """`whet plan [grpo|ppo] [memory_gb=N] [num_processes=N] key=value ...`; its keys are the training command's."""
+    """`whet plan [COMMAND] [memory_gb=N] [num_processes=N] key=value ...`; its keys are the training command's."""
     from whet.errors import ConfigError
 
-    kind, words = (words[0], words[1:]) if words and words[0] in ("grpo", "ppo") else ("grpo", words)
+    kind, words = (words[0], words[1:]) if words and words[0] in RUN_COMMANDS else ("grpo", words)
     own: dict[str, list[str]] = {"memory_gb": [], "num_processes": []}
     rest = []
     for word in words:

@@ -29,6 +29,7 @@ from whet.config import (
     RunConfig,
     SourceConfig,
     SupervisedRunConfig,
+    TrainingConfig,
     check_complete,
     load_run,
 )
@@ -45,6 +46,7 @@ from whet.observe.progress import sparkline
 from whet.parallel.processes import join_processes
 from whet.parallel.ranks import Ranks
 from whet.parallel.torchrun_env import check_mesh, world_size
+from whet.rollout.choose import AUTO, choose_engine
 from whet.run.run import Run
 from whet.run.signals import Stopped
 from whet.storage.completions import read_completions
@@ -177,7 +179,7 @@ def make_rl_learner(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     config = resolved.config
     check_rewards(config, resolved.train, resolved.evaluation)
     check_teacher_used(config)
-    config = _with_memory_plan(config)
+    config = _with_memory_plan(_with_engine(config))
     algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
     reference = None
     if algo.beta or algo.force_compute_kl:
@@ -203,11 +205,26 @@ def make_rl_learner(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     return learner, resolved.train, resolved.evaluation
 
 
+def _with_engine(config: RunConfig) -> RunConfig:
+    """Chooses the engine where rollout_engine leaves it open, before memory is planned; the run folder names it."""
+    if config.rollout_engine != AUTO:
+        return config
+    ranks = join_processes(config.trainer.collective_timeout_s)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options = {"num_processes": ranks.size, "is_quantized": config.actor.quantization is not None}
+    return dataclasses.replace(config, rollout_engine=choose_engine(config.rollout, device=device, **options))
+
+
 def _with_memory_plan(config: RunConfig) -> RunConfig:
     """Sets what is open to what fits the GPU of each process, where the embedded engine samples."""
     if config.rollout_engine != "embedded":
         return config
-    trainer = config.trainer
+    memory, num_processes = memory_of_gpus(config.trainer)
+    return config if memory is None else choose_settings(config, memory, num_processes)
+
+
+def memory_of_gpus(trainer: TrainingConfig) -> tuple[float | None, int]:
+    """The free bytes of the GPU that has the least, None if a process has none; and the number of processes."""
     ranks = join_processes(trainer.collective_timeout_s)  # it selects this process's GPU
     check_mesh(
         ranks.size,
@@ -216,7 +233,7 @@ def _with_memory_plan(config: RunConfig) -> RunConfig:
         trainer.tensor_parallel_size,
     )
     free = [memory for memory in ranks.all_gather(free_gpu_memory()) if memory is not None]
-    return choose_settings(config, min(free), ranks.size) if len(free) == ranks.size else config
+    return min(free) if len(free) == ranks.size else None, ranks.size
 
 
 def _critic(config: PPORunConfig) -> RoleConfig:

@@ -360,7 +360,10 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
     "report": ("whet report runs/a", "whet report runs/a runs/b out=compared"),
     "compare": ("whet compare runs/a runs/b metrics='[eval reward, kl]'", "whet compare runs/a runs/b --html"),
     "watch": ("whet watch runs/a", "whet watch --demo"),
-    "plan": ("whet plan model=Qwen/Qwen3-0.6B rollout.max_tokens_to_generate=1024 memory_gb=24",),
+    "plan": (
+        "whet plan model=Qwen/Qwen3-0.6B rollout.max_tokens_to_generate=1024 memory_gb=24",
+        "whet plan sft model=Qwen/Qwen3-0.6B data.max_length=2048",
+    ),
     "data": (
         "whet data data=rows.jsonl model=FOLDER",
         "whet data sft data=chats.jsonl model=FOLDER rows=1",
@@ -447,7 +450,7 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
         "watch": "[RUN ...] ",
         "compare": "[RUN ...] ",
         "data": "[grpo|ppo|sft|rm|dpo] [rows=N] ",
-        "plan": "[grpo|ppo] [memory_gb=N] [num_processes=N] ",
+        "plan": "[grpo|ppo|sft|rm|dpo] [memory_gb=N] [num_processes=N] ",
     }.get(command, "")
     files = "" if command == "demo" else "[--config FILE ...] "
     usage = [f"usage: whet {command} {words}{files}{flags}[key=value ...]", "", about]

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from whet.cli.output import print_text
+from whet.config.base import partial_config_from_dict
+from whet.config.monitoring import Band
 from whet.config.report import CompareConfig, ReportConfig, WatchConfig
-from whet.learners.diagnostics import symptoms
+from whet.learners.symptoms import Symptom, find_no_signal, symptoms
 from whet.report.compare import Comparison, compare_runs, write_comparison
 from whet.report.report import write_report
 from whet.report.server import LOOPBACK, LiveRuns, make_server
@@ -17,6 +19,7 @@ from whet.report.server import LOOPBACK, LiveRuns, make_server
 __all__ = ["compare", "find_warnings", "report", "watch"]
 
 
+_WARN_WHEN = "trainer.warn_when."
 _DEMO = Path("runs", "watch-demo")
 _DEMO_SETTINGS = ("trainer.max_steps=40", "trainer.token_stats_every_n_steps=10", "algo.force_compute_kl=true")
 
@@ -106,12 +109,19 @@ def _table(rows: list[list[str]]) -> list[str]:
 def find_warnings(data: dict[str, Any]) -> list[dict[str, Any]]:
     """The symptoms of a run that its rows of metrics show, each once, at the step where it began.
 
-    Args: data: of `report.run_data.run_data`.
+    Args: data: of `report.run_data.run_data`. The bounds are those of the run's trainer.warn_when.
     Returns: `step`, `metric` (the symptom's name), `message`.
     """
     steps, columns = data["metrics"]["train"]["steps"], data["metrics"]["train"]["columns"]
+    bands: dict[str, dict[str, Any]] = {}
+    for key, value in data["config"].items():
+        if key.startswith(_WARN_WHEN) and "." in key.removeprefix(_WARN_WHEN):
+            metric, _, side = key.removeprefix(_WARN_WHEN).rpartition(".")
+            bands.setdefault(metric, {})[side] = value
+    known = {metric: partial_config_from_dict(Band, sides)[0] for metric, sides in bands.items()}
+    rules = symptoms({metric: band for metric, band in known.items() if band is not None})
     warnings = []
-    for name, symptom in symptoms(None).items():
+    for name, symptom in {"no_signal": Symptom(find_no_signal, steps=3), **rules}.items():
         in_a_row = 0
         for i, step in enumerate(steps):
             row = {metric: values[i] for metric, values in columns.items() if values[i] is not None}

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from whet.cli.commands import train, without_read_keys
+from whet.cli.commands import memory_of_gpus, train, without_read_keys
 from whet.cli.resolve_defaults import with_template
 from whet.cli.rows import load_train_and_eval
 from whet.config import DPORunConfig, RMRunConfig, RoleConfig, SFTRunConfig
@@ -19,10 +19,11 @@ from whet.learners.preference import PreferenceLearner, RewardModelLearner
 from whet.learners.preference_from_config import make_preference_objective
 from whet.learners.sft import SFTLearner
 from whet.learners.supervised_task import Encoder
+from whet.train.memory_plan import choose_tokens
 from whet.train.role_workers import ACTOR
 from whet.train.supervised_models import SupervisedModels
 
-__all__ = ["dpo", "rm", "sft"]
+__all__ = ["dpo", "rm", "separate_reference", "sft"]
 
 C = TypeVar("C", bound=SupervisedRunConfig)
 
@@ -49,14 +50,16 @@ def dpo(config: DPORunConfig) -> dict[str, Any]:
 def _sft(config: SFTRunConfig) -> tuple[SFTLearner, Any, Any]:
     """The learner of a configuration, and its training and evaluation data."""
     config, rows, tokenizer = _load_data_and_tokenizer(config, SFTEncoder)
-    models = SupervisedModels(actor=config.actor, **_model_options(config, tokenizer))
+    config, options = _model_options(config, tokenizer)
+    models = SupervisedModels(actor=config.actor, **options)
     return SFTLearner(models, config.algo, data=without_read_keys(config.data), settings=config), *rows
 
 
 def _rm(config: RMRunConfig) -> tuple[RewardModelLearner, Any, Any]:
     """The learner of a configuration, and its training and evaluation data."""
     config, rows, tokenizer = _load_data_and_tokenizer(config, ScoredPairEncoder)
-    models = SupervisedModels(reward_model=config.reward_model, **_model_options(config, tokenizer))
+    config, options = _model_options(config, tokenizer)
+    models = SupervisedModels(reward_model=config.reward_model, **options)
     learner = RewardModelLearner(models, config.algo, data=without_read_keys(config.data), settings=config)
     return learner, *rows
 
@@ -71,7 +74,8 @@ def _dpo(config: DPORunConfig) -> tuple[PreferenceLearner, Any, Any]:
         reference = dataclasses.replace(config.reference, model=config.reference.model or config.actor.model)
     elif needs.reference:
         reference = ACTOR
-    models = SupervisedModels(actor=config.actor, reference=reference, **_model_options(config, tokenizer))
+    config, options = _model_options(config, tokenizer)
+    models = SupervisedModels(actor=config.actor, reference=reference, **options)
     learner = PreferenceLearner(models, config.algo, data=without_read_keys(config.data), settings=config)
     return learner, *rows
 
@@ -94,10 +98,20 @@ def _load_data_and_tokenizer(config: C, encoder: Callable[..., Encoder]) -> tupl
     return config, rows, tokenizer
 
 
-def _model_options(config: SupervisedRunConfig, tokenizer: Any) -> dict[str, Any]:
-    """The arguments of SupervisedModels that all supervised runs share."""
-    return {
-        "tokenizer": tokenizer,
-        "config": config.trainer,
-        "offload_to_cpu": config.offload_to_cpu,
-    }
+def separate_reference(config: SupervisedRunConfig) -> RoleConfig | None:
+    """The reference that takes memory of its own; None = there is none, or it is the base of the trained adapter."""
+    if not isinstance(config, DPORunConfig):
+        return None
+    if config.reference is not None:
+        return dataclasses.replace(config.reference, model=config.reference.model or config.actor.model)
+    needs = make_preference_objective(config.algo).needs
+    return config.actor if needs.reference and config.actor.lora is None else None
+
+
+def _model_options(config: C, tokenizer: Any) -> tuple[C, dict[str, Any]]:
+    """The configuration with what fits a GPU; the arguments of SupervisedModels that all supervised runs share."""
+    tokens, (memory, num_processes) = None, memory_of_gpus(config.trainer)
+    if memory is not None:
+        config, tokens = choose_tokens(config, memory, num_processes, reference=separate_reference(config))
+    shared = {"config": config.trainer, "offload_to_cpu": config.offload_to_cpu, "usual_tokens": tokens}
+    return config, {"tokenizer": tokenizer, **shared}

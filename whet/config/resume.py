@@ -120,18 +120,18 @@ def _fill_from_run(
     Args: cls: of the section. arguments: its keys now. run: its keys in the run. prefix: of its keys. kept: receives
         the values that were taken from the run and differ from the defaults.
     """
-    filled = dict(arguments)
+    merged = dict(arguments)
     for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
         name, key = field.name, prefix + field.name
         if name not in run or key in _RESUME_KEYS:
             continue
-        section, own = section_at(cls, (name,)), filled.get(name, {})
+        section, own = section_at(cls, (name,)), merged.get(name, {})
         if section is not None and isinstance(run[name], Mapping) and isinstance(own, Mapping):
             if "preset" not in own:  # which gives every key of its section
-                filled[name] = _fill_from_run(section, own, run[name], f"{key}.", kept)
-        elif name not in filled:
-            filled[name] = run[name]
+                merged[name] = _fill_from_run(section, own, run[name], f"{key}.", kept)
+        elif name not in merged:
+            merged[name] = run[name]
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             if (usual := dump_tree(default)) != run[name]:
                 kept[key] = (run[name], usual)
-    return filled
+    return merged

@@ -65,7 +65,7 @@ class RunConfig(RewardFields):
     1.0 unless `reward` has one for it. None = no reward model."""
     rollout_engine: Name = "embedded"
     """"embedded" = whet's own, "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
-    or "package.module:Class"."""
+    or "package.module:Class"; "auto" = vllm on a GPU where it is installed and can do what is asked, else embedded."""
     offload_to_cpu: Bool = False
     """Keep models on the GPU only while they are needed: the reference while it scores, master weights and moments
     during an update. Otherwise they are in pinned host memory. No effect on a CPU."""

@@ -188,6 +188,9 @@ class TrainingConfig:
     tensor_parallel_size: Count = 1
     """Processes that divide the matrices of each layer, and run each forward and backward pass together. It must divide
     the number of processes, of attention heads and of KV heads. 1 = each process has whole layers while they run."""
+    rehearse: Bool | None = None
+    """Before the first step run the largest micro-batch of an update, and allocate the cache of a rollout, next to the
+    memory that the optimizer will take, so that a run that does not fit ends before it begins. None = on a GPU."""
     sync_each_microbatch: Bool = False
     """Of several processes: add gradients over the processes after each forward and backward pass, not after the last
     of an update. Each then holds its shard of the gradient, not all of it, and sends as much more."""
@@ -245,11 +248,11 @@ class TrainingConfig:
             return self.checkpoint_root_directory
         return None if self.run_dir is None else f"{self.run_dir}/checkpoints"
 
-    def token_budget(self, device: str, longest: int = 0) -> int:
+    def token_budget(self, device: str, longest: int = 0, usual: int | None = None) -> int:
         """Tokens of one micro-batch on a kind of device: max_tokens_per_microbatch, or a default for the device.
 
         Args: device: "cpu" or another. longest: tokens of the longest sequence to come, prompt and completion; a
-            default below it grows to it, rounded up to a multiple of 128.
+            default below it grows to it, rounded up to a multiple of 128. usual: the default; None = the device's.
         Returns: the budget, at least `longest`.
         Raises: ConfigError: max_tokens_per_microbatch is set and below `longest`.
 
@@ -260,7 +263,7 @@ class TrainingConfig:
         """
         budget = self.max_tokens_per_microbatch
         if budget is None:
-            usual = 2048 if device == "cpu" else 16384
+            usual = usual or (2048 if device == "cpu" else 16384)
             return usual if longest <= usual else -(-longest // 128) * 128
         if budget < longest:
             raise ConfigError(
@@ -429,7 +432,8 @@ class ClusterConfig:
     """Where the models are loaded that are not given as modules: cpu, cuda, cuda:1 ...; None = the GPU if there is
     one."""
     rollout_engine: Name | Fn = "embedded"
-    """"embedded", "hf", "vllm", "sglang", "mock", "package.module:name", or an engine's class or partial."""
+    """"embedded", "hf", "vllm", "sglang", "mock", "package.module:name", or an engine's class or partial; "auto" = vllm
+    on a GPU where it is installed and can do what is asked, else embedded."""
     offload_to_cpu: Bool = False
     """Keep models and optimizer state in pinned host memory while a phase does not use them: the reference is on the
     GPU while it scores, masters and moments during an update. No effect on a CPU."""

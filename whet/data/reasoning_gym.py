@@ -46,15 +46,15 @@ def task_rows(source: str, split: str | None) -> list[dict[str, Any]]:
     if split == "train":
         return rows
     known = {row["prompt"] for row in rows}
-    found = [row for row in _rows(source, TEST_SEED) if row["prompt"] not in known]
-    if not found:
+    unseen = [row for row in _rows(source, TEST_SEED) if row["prompt"] not in known]
+    if not unseen:
         raise DataError(
             f"every question of the test split of {source!r} is in its train split too; make the task larger or give "
             "a smaller size"
         )
-    if len(found) < len(rows):
-        logger.info("%s: %d of %d test questions are not in the train split", source, len(found), len(rows))
-    return found
+    if len(unseen) < len(rows):
+        logger.info("%s: %d of %d test questions are not in the train split", source, len(unseen), len(rows))
+    return unseen
 
 
 def check_tasks(source: str) -> None:

@@ -95,7 +95,7 @@ def check_environment(
     calls = ExternalCalls()
     try:
         played = [
-            [_play(talk, calls, prompt, name, agent) for _ in range(2)]
+            [_run_episode(talk, calls, prompt, name, agent) for _ in range(2)]
             for prompt in prompts
             for name, agent in _agents(talk, gold, prompt)
         ]
@@ -143,7 +143,7 @@ def _call_text(talk: Conversation) -> str:
     return re.split("|".join(re.escape(str(talk.encode.tokenizer.decode([i]))) for i in talk.end_ids), turn)[0]
 
 
-def _play(talk: Conversation, calls: ExternalCalls, prompt: Prompt, name: str, agent: Agent) -> _Played:
+def _run_episode(talk: Conversation, calls: ExternalCalls, prompt: Prompt, name: str, agent: Agent) -> _Played:
     """Plays an episode without a model."""
     tokenizer, end_ids, turns = talk.encode.tokenizer, talk.end_ids, itertools.count()
     sampling = Sampling(max_tokens=talk.max_tokens)

@@ -168,8 +168,8 @@ class EnvironmentInstance:
         if calls := message.get("tool_calls"):
             answer = yield self._call(lambda: self._tools.run(calls, self.counts), "the tools", phase="tools")
         elif self.of.has_step:
-            given = copy.deepcopy(message)
-            answer = yield self._call(lambda: self._instance.step(given), "step", phase="step")
+            own_copy = copy.deepcopy(message)
+            answer = yield self._call(lambda: self._instance.step(own_copy), "step", phase="step")
         if isinstance(answer, str):
             answer = [{"role": "user", "content": answer}]
         return [] if answer is None or getattr(self._instance, "done", False) else answer

@@ -1,9 +1,8 @@
 """Diagnostics: warnings about a run that goes wrong, each with the key to set. They change nothing.
 
-A Symptom is a function of a row of metrics. SYMPTOMS lists them, and `symptoms` adds the bounds of trainer.warn_when.
-Four further problems are found in the rewards, the batch and the sampler of a step: no advantage differs from 0
-(no_signal), the gradient is 0 (zero_gradient), and the policy is certain of every token (deterministic) or of none
-(uniform). docs/troubleshooting.md has a table of all of them.
+A Symptom is a function of a row of metrics (symptoms.py). Four further problems are found in the rewards, the batch and
+the sampler of a step: no advantage differs from 0 (no_signal), the gradient is 0 (zero_gradient), and the policy is
+certain of every token (deterministic) or of none (uniform). docs/troubleshooting.md has a table of all of them.
 
 Each problem is logged once, and again only where it gets worse. Checkpoints hold the few numbers that this needs, so a
 resumed run warns where the uninterrupted one would. Gradients that are not finite are left to RoleTrainer, which ends a
@@ -14,10 +13,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +24,7 @@ from whet.config.monitoring import Band
 from whet.data.templates import uses_chat_template
 from whet.envs.agent import AGENT_REWARD
 from whet.errors import nearest
+from whet.learners.symptoms import RAISE_LIMIT, SHORTEN_PROMPTS, find_sampler_mismatch, find_truncation, symptoms
 from whet.models.modes import max_positions
 from whet.ops import LogitsProcessors
 from whet.train.role_trainer import lower_lr_advice
@@ -35,36 +33,10 @@ from whet.types import TokenBatch
 if TYPE_CHECKING:
     from whet.rewards.reward_batch import RewardBatch
 
-__all__ = [
-    "BANDS",
-    "SYMPTOMS",
-    "Diagnostics",
-    "Finding",
-    "Symptom",
-    "find_out_of_band",
-    "find_sampler_mismatch",
-    "find_truncation",
-    "num_choices",
-    "symptoms",
-]
+__all__ = ["Diagnostics", "num_choices"]
 
 log = logging.getLogger("whet")
 
-MAX_TRUNCATED_SHARE = 0.5
-"""More than this share of truncated completions is a problem."""
-RAISE_LIMIT = "raise rollout.max_tokens_to_generate"
-"""The advice where completions are too short."""
-SHORTEN_PROMPTS = "make room by shorter prompts (rollout.max_prompt_length): the model's positions are all taken"
-"""The advice where the limit of completions can't be raised."""
-MAX_DIFFERENCE = 0.1
-"""Sampler and trainer may differ by this many nats per token, on average."""
-ROUNDING = {"bfloat16": "0.02 to 0.05", "float32": "less than 0.001"}
-"""The difference that rounding causes, by dtype: measured on SmolLM2-135M with the embedded engine."""
-BANDS = {
-    "kl": Band(above=0.5, steps=3),
-    "entropy/token_mean": Band(below=0.02, above=6.0, steps=5),
-}
-"""The bounds of trainer.warn_when where the configuration sets none."""
 FIRST_STEPS = {"no_signal": 3, "zero_gradient": 10, "deterministic": 10, "uniform": 10}
 """The first warning comes after so many steps in a row."""
 REPEAT_FACTOR = 10
@@ -75,147 +47,6 @@ MIN_ENTROPY = 1e-4
 """At a mean entropy below this, in nats, the completions of a prompt are almost surely all the same."""
 UNIFORM_SHARE = 1e-3
 """A mean entropy below its maximum by less than this share is that of uniform draws."""
-
-
-# ---- symptoms: problems that a row of metrics shows ------------------------------------------------------------------
-
-
-class Finding(NamedTuple):
-    """A problem that a row of metrics shows."""
-
-    message: str
-    """The problem, and what to do."""
-    severity: float
-    """Above 0; larger is worse."""
-    fix: str = ""
-    """The keys to set, apart from the message, since a compatibility layer may have other names for them."""
-
-
-@dataclass(frozen=True)
-class Symptom:
-    """A rule that finds a problem in a row of metrics."""
-
-    find: Callable[[Mapping[str, float]], Finding | None]
-    """Row -> the problem; None = there is none."""
-    steps: int = 1
-    """The first warning comes after so many rows in a row."""
-    repeat_factor: float = 1.5
-    """The next warning comes when the severity is this many times that of the warning before."""
-
-
-def find_truncation(
-    row: Mapping[str, float], *, more_room: str = RAISE_LIMIT, can_set_template: bool = True, can_set_eos: bool = True
-) -> Finding | None:
-    """Most completions end at the limit.
-
-    Args:
-        row: metrics.
-        more_room: the advice that gives completions more room.
-        can_set_template, can_set_eos: whether the advice names the chat template, and the end token.
-
-    >>> find_truncation({"completions/clipped_ratio": 0.4}) is None
-    True
-    >>> row = {"completions/clipped_ratio": 0.9, "completions/clipped_scored_ratio": 0.1, "completions/max_length": 64}
-    >>> find_truncation(row).message[:100]
-    '90% of completions were truncated, at 64 tokens, and 10% of those scored above 0; raise rollout.max_'
-    """
-    share = row.get("completions/clipped_ratio", math.nan)
-    if not share > MAX_TRUNCATED_SHARE:
-        return None
-    scored = row.get("completions/clipped_scored_ratio", math.nan)
-    of_those = "" if math.isnan(scored) else f", and {scored:.0%} of those scored above 0"
-    stops = ["its chat template (data.apply_chat_template=true)"] * can_set_template
-    stops += ["its end token (rollout.eos_tokens)"] * can_set_eos
-    advice = [more_room]
-    if stops:
-        advice.append(f"where the model never ends by itself, give it {' or '.join(stops)}")
-    longest = row.get("completions/max_length", math.nan)
-    message = f"{share:.0%} of completions were truncated, at {longest:.0f} tokens{of_those}; {', or '.join(advice)}"
-    return Finding(message, share)
-
-
-def find_sampler_mismatch(
-    row: Mapping[str, float], *, engine: str = "embedded", dtype: str = "bfloat16"
-) -> Finding | None:
-    """Sampler and trainer compute different log-probabilities for the same tokens, with the same weights.
-
-    Args: row: metrics. engine: the engine's name. dtype: the trainer's.
-
-    >>> find_sampler_mismatch({"sampling/sampling_logp_difference/mean": 1e-3}) is None
-    True
-    >>> find_sampler_mismatch({"sampling/sampling_logp_difference/mean": 0.3}, dtype="float32").message[61:]
-    '(embedded engine, float32), where rounding makes less than 0.001; correct for it by algo.sampler_is=token'
-    """
-    gap = row.get("sampling/sampling_logp_difference/mean", math.nan)
-    if not gap > MAX_DIFFERENCE:
-        return None
-    advice = ["take rollout_engine=embedded, which samples with the trainer's own weights"] * (engine != "embedded")
-    advice += ["set actor.dtype=float32"] * (dtype != "float32") + ["correct for it by algo.sampler_is=token"]
-    rounding = f", where rounding makes {ROUNDING[dtype]}" if dtype in ROUNDING else ""
-    message = (
-        f"sampler and trainer are {gap:.2g} nats apart at a token on average ({engine} engine, {dtype}){rounding}; "
-        f"{', or '.join(advice)}"
-    )
-    return Finding(message, gap)
-
-
-def find_out_of_band(row: Mapping[str, float], *, metric: str, band: Band) -> Finding | None:
-    """A metric lies outside its band.
-
-    >>> find_out_of_band({"kl": 0.2}, metric="kl", band=Band(above=0.5)) is None
-    True
-    >>> find_out_of_band({"x": 3.0}, metric="x", band=Band(above=2.0)).message
-    'x is 3, above 2'
-    """
-    value = row.get(metric, math.nan)
-    low, high = band.below, band.above
-    if low is not None and value < low:
-        side, bound, distance = "below", low, low - value
-    elif high is not None and value > high:
-        side, bound, distance = "above", high, value - high
-    else:
-        return None
-    key = f"{metric}.{side}"
-    advice = _ADVICE.get((metric, side), "")
-    return Finding(
-        f"{metric} is {value:.3g}, {side} {bound:g}{advice and '; ' + advice}",
-        1 + distance / max(abs(bound), 1e-9),
-        fix=f"trainer.stop_when.{key}={bound:g} ends a run there, trainer.warn_when.{key} sets the bound",
-    )
-
-
-_ADVICE = {
-    ("kl", "above"): "the policy has moved far from the reference: raise algo.beta, or lower actor.lr",
-    ("entropy/token_mean", "below"): (
-        "completions become alike: raise rollout.temperature, algo.entropy_coef or algo.epsilon_high, or lower actor.lr"
-    ),
-    ("entropy/token_mean", "above"): (
-        "completions become noise: lower rollout.temperature, algo.entropy_coef or actor.lr"
-    ),
-}
-"""The keys to set where a metric lies outside its band."""
-
-SYMPTOMS: dict[str, Symptom] = {
-    "truncated": Symptom(find_truncation),
-    "sampler_mismatch": Symptom(find_sampler_mismatch, steps=2),
-}
-"""The symptoms by name, without those of bands."""
-
-
-def symptoms(bands: Mapping[str, Band] | None) -> dict[str, Symptom]:
-    """The symptoms that a run looks for. Args: bands: trainer.warn_when; its metrics replace those of BANDS.
-
-    >>> sorted(symptoms({"kl": Band(above=2.0), "grad_norm": Band(above=50.0)}))
-    ['entropy/token_mean', 'grad_norm', 'kl', 'sampler_mismatch', 'truncated']
-    """
-    out_of_band = {
-        metric: Symptom(partial(find_out_of_band, metric=metric, band=band), band.steps, repeat_factor=3.0)
-        for metric, band in {**BANDS, **(bands or {})}.items()
-    }
-    return {**SYMPTOMS, **out_of_band}
-
-
-# ---- the diagnostics of a run ----------------------------------------------------------------------------------------
 
 
 class Diagnostics:

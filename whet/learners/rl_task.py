@@ -30,6 +30,7 @@ from whet.rewards.manager import RewardManager
 from whet.run.provenance import record_inputs
 from whet.run.run import Run
 from whet.run.task import Task
+from whet.train.rehearsal import rehearse
 from whet.types import Prompt
 from whet.util.references import is_ref
 
@@ -129,6 +130,18 @@ class RLTask(Task):
                     f"row {p.row}: token {highest} is outside the model's vocabulary of {vocabulary}; the tokenizer is "
                     "another model's: set tokenizer to this one's"
                 )
+
+    def rehearse(self) -> None:
+        """Runs the largest update, next to the memory of the cache of a whole rollout in the embedded engine."""
+        rollout, positions = self.cluster.rollout_for(Mode.TRAIN), max_positions(self.cluster.actor.module)
+        prompt, completion = rollout.max_prompt_length, rollout.most_tokens
+        if positions is not None and prompt + completion > positions:
+            prompt = min(prompt, max(1, positions - rollout.max_tokens_to_generate))
+            completion = max(1, positions - prompt)
+        kv_tokens = 0
+        if self.cluster.cluster_config.rollout_engine == "embedded":
+            kv_tokens = rollout.kv_cache_tokens or rollout.max_batch_size * (prompt + completion)
+        rehearse(self.cluster, prompt, completion, kv_tokens=kv_tokens)
 
     # ---- settings and inputs ----------------------------------------------------------------------------
 

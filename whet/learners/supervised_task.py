@@ -23,6 +23,7 @@ from whet.metrics import flat
 from whet.run.provenance import record_inputs
 from whet.run.run import Run
 from whet.run.task import Task
+from whet.train.rehearsal import rehearse
 from whet.types import Example
 from whet.util.references import is_ref
 
@@ -66,6 +67,8 @@ class SupervisedTask(Task):
         self.eval_ds = eval_ds
         self.has_evaluation = eval_ds is not None
         self._evaluated: list[Example] | None = None
+        self._longest = 0
+        """Tokens of the longest example so far."""
 
     # ---- data ----------------------------------------------------------------------------------------------------
 
@@ -144,6 +147,13 @@ class SupervisedTask(Task):
                 )
             longest = max(longest, sum(lengths))
         self.models.raise_token_budget(longest)
+        self._longest = max(self._longest, longest)
+
+    def rehearse(self) -> None:
+        """Runs the largest update, of rows as long as the longest example, or as data.max_length in a stream."""
+        if longest := self._longest or self.learner.data.max_length or 0:
+            prompt = max(1, longest // 4)
+            rehearse(self.models, prompt, max(1, longest - prompt))
 
     # ---- settings and inputs ----------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ LiveView is a few lines in a terminal, NotebookView a table below a notebook's c
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -27,14 +26,12 @@ CELLS = (
     ("truncated", ("completions/clipped_ratio",)),
     ("accuracy", ("rewards/accuracies", "accuracy", "mean_token_accuracy")),
     ("tokens/s", ("perf/tokens_per_second",)),
-    ("memory", ("memory/peak_allocated", "peak memory")),
+    ("memory", ("memory/peak_allocated", "perf/peak_memory")),
 )
 """The metrics beside the main one: the name that is shown, and metrics of a run; the first that it has is taken."""
 _NAME, _VALUE, _GAP = 10, 8, 2
 _REDRAW_S = 0.5
 """Seconds between two drawings of a NotebookView."""
-_BYTES = 1 if sys.platform == "darwin" else 1024
-"""The unit of getrusage's memory."""
 
 
 def make_progress(view: View, total: int | None, *, phase: Callable[[], str], **options: Any) -> Progress:
@@ -85,9 +82,7 @@ class LiveView(Progress):
         row: Mapping[str, float] | None = None,
     ) -> None:
         """Shows one more step. Args: as of Progress.update; the metrics come from `row`."""
-        peak = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES)
-        known = {"peak memory": peak, **(row or {})}
-        shown_metrics = [(self.metric, value)]
+        known, shown_metrics = row or {}, [(self.metric, value)]
         for name, metrics in CELLS:
             shown_metrics += [(name, known[m]) for m in metrics if m in known][:1]
         for name, number in shown_metrics:

@@ -273,8 +273,8 @@ class MLflow:
             self.run_id = run_id
             return
         project = options.project_name
-        found = self._client.get_experiment_by_name(project)
-        experiment = self._client.create_experiment(project) if found is None else found.experiment_id
+        known = self._client.get_experiment_by_name(project)
+        experiment = self._client.create_experiment(project) if known is None else known.experiment_id
         self.run_id = self._client.create_run(experiment, run_name=options.run_name or folder.name).info.run_id
         params = [
             self._entities.Param(_mlflow_name(name), str(value)[: self.MAX_VALUE])

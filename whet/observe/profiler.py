@@ -228,9 +228,9 @@ def _part(event: Any, known: dict[int, str]) -> str:
     chain = []
     while event is not None and id(event) not in known:
         chain.append(event)
-        found = next((part for start, part in _PARTS.items() if event.name.startswith(start)), None)
-        if found is not None:
-            known[id(event)] = found
+        own = next((part for start, part in _PARTS.items() if event.name.startswith(start)), None)
+        if own is not None:
+            known[id(event)] = own
             break
         event = event.cpu_parent
     part = known[id(event)] if event is not None else ""

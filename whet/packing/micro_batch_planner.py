@@ -135,8 +135,8 @@ def _sequence_bins(work: _Work, saturating_tokens: int | None) -> list[list[Pack
 
     @functools.cache
     def items(split: Split, token_budget: int) -> list[PackItem]:
-        found = [item for tree in trees for item in tree.items(split, token_budget, work.max_sequences, work.cost)]
-        return found + [item for group in groups for item in group.items(split, token_budget, work.max_sequences)]
+        packed = [item for tree in trees for item in tree.items(split, token_budget, work.max_sequences, work.cost)]
+        return packed + [item for group in groups for item in group.items(split, token_budget, work.max_sequences)]
 
     unsplit = max([*(group.tokens for group in groups), *(int(tree.lengths.sum()) for tree in trees)], default=1)
     longest = int((work.prefix_lengths + work.lengths).max(initial=1))
@@ -146,7 +146,7 @@ def _sequence_bins(work: _Work, saturating_tokens: int | None) -> list[list[Pack
         items(first_fit, budget),
         items(pack_balanced, budget),
     ]  # full parts leave a small one for a gap; like parts none
-    plans = [pack_balanced(found, budget, work.max_sequences) for found in ways[: 1 if ways[0] == ways[1] else 2]]
+    plans = [pack_balanced(way, budget, work.max_sequences) for way in ways[: 1 if ways[0] == ways[1] else 2]]
     return min(plans, key=lambda bins: (len(bins), max((sum(u.cost for u in b) for b in bins), default=0)))
 
 
@@ -327,8 +327,8 @@ def _shared_prefix_groups(work: _Work, ids: Sequence[int]) -> tuple[list[list[in
         return [[i] for i in ids], []
     at = np.asarray(ids, dtype=np.int64)
     prefix_of = work.batch.prefix_of.numpy()[at]
-    found = prefix_trees([np.concatenate(work.run(i)) for i in ids], prefix_of, work.prefix_lengths[at])
-    trees = [dataclasses.replace(tree, sequences=at[tree.sequences]) for tree in found]
+    of_positions = prefix_trees([np.concatenate(work.run(i)) for i in ids], prefix_of, work.prefix_lengths[at])
+    trees = [dataclasses.replace(tree, sequences=at[tree.sequences]) for tree in of_positions]
     inside = {i for tree in trees for i in tree.sequences.tolist()}
     groups: dict[int, list[int]] = {}
     for i, k in zip(ids, prefix_of.tolist()):

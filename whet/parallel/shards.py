@@ -59,10 +59,10 @@ class ShardReader:
     def __init__(self, folder: Path, ranks: Ranks, prefix: str = "") -> None:
         self.folder, self.ranks, self.prefix = folder, ranks, prefix
         with _errors(folder, "read"):
-            found = self._reader().read_metadata().state_dict_metadata
+            metadata = self._reader().read_metadata().state_dict_metadata
         self.tensors: dict[str, tuple[torch.Size, torch.dtype]] = {
             name.removeprefix(prefix): (entry.size, entry.properties.dtype)
-            for name, entry in found.items()
+            for name, entry in metadata.items()
             if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
         }
         """Name -> shape and dtype of the whole tensor."""

@@ -165,10 +165,10 @@ class _Index:
 
     def value(self) -> dict[str, Any]:
         """The index, JSON-able."""
-        found = {"functions": list(self._functions), "f": list(self._functions.values()), "ends": list(self._ends)}
+        rewards = {"functions": list(self._functions), "f": list(self._functions.values()), "ends": list(self._ends)}
         segments = self._segments if any(n > 1 for n in self._segments) else None
         groups = {"rows": self.rows, "sizes": self.sizes, "parts": self.parts, "segments": segments}
-        return {**found, **groups, **self._columns}
+        return {**rewards, **groups, **self._columns}
 
 
 def _in_groups(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[bool, Mapping[str, Any]]]:
@@ -186,14 +186,14 @@ def _segments(path: Path, token_texts: TokenTexts | None, index: _Index) -> Iter
             index.sizes.append(0)
             yield {"prompt": row.get("prompt_text") or row["prompt"]}
         index.add(row)
-        found: dict[str, Any] = {"g": row["generation"], "v": row["version"]}
+        columns: dict[str, Any] = {"g": row["generation"], "v": row["version"]}
         for short, name in (("info", "info"), ("s", "seconds")):
             if text := row.get(name):
-                found[short] = json.loads(text)
+                columns[short] = json.loads(text)
         for i, segment in enumerate(_of_text(row) if token_texts is None else _of_tokens(row, token_texts)):
             if i > 0:
                 index.add_segment()
-            yield segment if i > 0 else {**found, **segment}
+            yield segment if i > 0 else {**columns, **segment}
 
 
 def _of_text(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -214,8 +214,8 @@ def _of_tokens(row: Mapping[str, Any], token_texts: TokenTexts) -> Iterator[dict
         lengths = [
             len(t) if t.isascii() else len(t.encode("utf-16-le", "surrogatepass")) // 2 for t in texts[first:after]
         ]
-        found = {"t": part, "len": lengths, **{name: of(first, after) for name, of in numbers.items()}}
-        yield found if own == part else {**found, "k": own}
+        segment = {"t": part, "len": lengths, **{name: of(first, after) for name, of in numbers.items()}}
+        yield segment if own == part else {**segment, "k": own}
         first, start = after or 1, end
 
 
@@ -226,27 +226,27 @@ def _token_numbers(row: Mapping[str, Any], count: int) -> dict[str, Callable[[in
     )
     sampled = np.ones(count, bool) if versions is None else versions >= 0
     hundredths = lambda values: lambda first, after: _hundredths(values[first:after], sampled[first:after])
-    found: dict[str, Callable[[int, int], list[Any]]] = {
+    numbers: dict[str, Callable[[int, int], list[Any]]] = {
         "lp": hundredths(np.full(count, math.nan) if logprobs is None else -logprobs)
     }
     if trainer is not None and logprobs is not None:
-        found["ratio"] = hundredths(trainer.astype(float) - logprobs)
+        numbers["ratio"] = hundredths(trainer.astype(float) - logprobs)
     if entropy is not None:
-        found["ent"] = hundredths(entropy)
+        numbers["ent"] = hundredths(entropy)
     if advantages is not None and len(np.unique(advantages[~np.isnan(advantages)])) > 1:
-        found["adv"] = lambda first, after: [_number(a) for a in advantages[first:after].tolist()]
+        numbers["adv"] = lambda first, after: [_number(a) for a in advantages[first:after].tolist()]
     if versions is not None and len(np.unique(versions[sampled])) > 1:
-        found["vs"] = lambda first, after: versions[first:after].tolist()
-    return found
+        numbers["vs"] = lambda first, after: versions[first:after].tolist()
+    return numbers
 
 
 def _hundredths(values: np.ndarray, sampled: np.ndarray) -> list[int | None]:
     scaled = np.rint(values.astype(float) * SCALE)
     known = sampled & np.isfinite(scaled)
-    found: list[int | None] = np.where(known, scaled, 0).astype(np.int64).tolist()
+    hundredths: list[int | None] = np.where(known, scaled, 0).astype(np.int64).tolist()
     for i in np.flatnonzero(~known).tolist():
-        found[i] = None
-    return found
+        hundredths[i] = None
+    return hundredths
 
 
 def _number(value: float | None) -> float | None:

@@ -46,11 +46,15 @@ class LiveRuns:
         self._scripts: OrderedDict[tuple[Path, int], dict[str, bytes]] = OrderedDict()
         self._errors: dict[tuple[Path, int], float | None] = {}
         self._texts: dict[int, TokenTexts] = {}
+        self._configs: dict[int, dict[str, Any]] = {}
+        """The configuration of each run, as of the last `data`: it has the bounds of warnings."""
         self.title = " · ".join(data["name"] for data in self.data())
 
     def data(self) -> list[dict[str, Any]]:
         """What the page begins with: for each run `run_data`, with its warnings and the list of its completions."""
-        return [self._with_completions(i, run_data(folder)) for i, folder in enumerate(self._folders)]
+        found = [run_data(folder) for folder in self._folders]
+        self._configs = {i: data["config"] for i, data in enumerate(found)}
+        return [{**data, **self._with_completions(i, data)} for i, data in enumerate(found)]
 
     def update(self, i: int, cursors: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
         """What is new in a run.
@@ -61,13 +65,13 @@ class LiveRuns:
         """
         rows = read_metrics(self._folders[i])
         of_mode = {mode: [row for row in rows if row["mode"] == mode] for mode in cursors}
-        whole = {"metrics": {mode: metric_columns(found) for mode, found in of_mode.items()}}
+        whole = {mode: metric_columns(rows_of_mode) for mode, rows_of_mode in of_mode.items()}
         new = {}
         for mode, (count, step) in cursors.items():
-            found = of_mode[mode]
-            continues = count == 0 or (count <= len(found) and found[count - 1]["step"] == step)
-            new[mode] = {"replace": not continues, **metric_columns(found[count if continues else 0 :])}
-        return {**self._with_completions(i, whole), "metrics": new}
+            rows_of_mode = of_mode[mode]
+            continues = count == 0 or (count <= len(rows_of_mode) and rows_of_mode[count - 1]["step"] == step)
+            new[mode] = {"replace": not continues, **metric_columns(rows_of_mode[count if continues else 0 :])}
+        return {**self._with_completions(i, {"config": self._configs[i], "metrics": whole}), "metrics": new}
 
     def script(self, key: str) -> bytes:
         """A script of a file of completions.
@@ -102,15 +106,15 @@ class LiveRuns:
         with self._lock:
             entries = [f.entry(i, self._standard_error(f)) for f in files]
         warnings = self._find_warnings(data) if self._find_warnings is not None else []
-        return {**data, "completions": entries, "left_out": 0, "warnings": warnings}
+        return {"completions": entries, "left_out": 0, "warnings": warnings}
 
     def _token_texts(self, i: int) -> TokenTexts | None:
         """Loads the tokenizer of run i, which has one in its folder only when a checkpoint is written."""
         if i not in self._texts:
-            found = load_token_texts(self._folders[i], run_data(self._folders[i])["config"].get("actor.model"))
-            if found is None:
+            texts = load_token_texts(self._folders[i], run_data(self._folders[i])["config"].get("actor.model"))
+            if texts is None:
                 return None
-            self._texts[i] = found
+            self._texts[i] = texts
         return self._texts[i]
 
     def _standard_error(self, file: CompletionFile) -> float | None:
@@ -176,8 +180,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(200, "text/javascript", script_text("runs", self.live.data()).encode("utf-8", "replace"))
         if path == "/update":
             cursors = {mode: (int(query[mode]), int(query[f"{mode}_step"])) for mode in ("train", "eval")}
-            found = self.live.update(int(query["run"]), cursors)
-            return self._send(200, "application/json", json.dumps(found, allow_nan=False).encode("utf-8", "replace"))
+            update = self.live.update(int(query["run"]), cursors)
+            return self._send(200, "application/json", json.dumps(update, allow_nan=False).encode("utf-8", "replace"))
         name = path.removeprefix("/data/").removesuffix(".js")
         self._send(200, "text/javascript", self.live.script(name))
 

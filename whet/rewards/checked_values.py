@@ -68,10 +68,10 @@ class CheckedRewards:
         return cls(rewards=np.full(count, math.nan), wrong=count, problem=problem)
 
 
-def apply_on_error(found: CheckedRewards | RewardError, count: int, on_error: OnError) -> tuple[np.ndarray, int]:
+def apply_on_error(result: CheckedRewards | RewardError, count: int, on_error: OnError) -> tuple[np.ndarray, int]:
     """Raises an error for invalid rewards, or logs a warning.
 
-    Args: found: a function's rewards, or its failure. count: the number of completions. on_error: "raise", or
+    Args: result: a function's rewards, or its failure. count: the number of completions. on_error: "raise", or
         "none": invalid entries become NaN and are counted.
     Returns: the rewards, and the number of invalid entries.
     Raises: RewardError: there are invalid entries, and on_error is "raise".
@@ -79,16 +79,16 @@ def apply_on_error(found: CheckedRewards | RewardError, count: int, on_error: On
     >>> apply_on_error(CheckedRewards(rewards=np.ones(1)), 1, "raise")
     (array([1.]), 0)
     """
-    if isinstance(found, RewardError):
+    if isinstance(result, RewardError):
         if on_error == "raise":
-            raise found
-        found = CheckedRewards.failed(str(found), count)
-    if found.problem is not None:
+            raise result
+        result = CheckedRewards.failed(str(result), count)
+    if result.problem is not None:
         if on_error == "raise":
-            raise RewardValueError(found.problem)
-        noun = "entry" if found.wrong == 1 else "entries"
-        LOG.warning("%s; %d such %s counted as not applicable", found.problem, found.wrong, noun)
-    return found.rewards, found.wrong
+            raise RewardValueError(result.problem)
+        noun = "entry" if result.wrong == 1 else "entries"
+        LOG.warning("%s; %d such %s counted as not applicable", result.problem, result.wrong, noun)
+    return result.rewards, result.wrong
 
 
 def check_values(value: Any, ids: Sequence[str], *, name: str, nan_is_none: bool = False) -> CheckedRewards:

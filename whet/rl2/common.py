@@ -89,12 +89,12 @@ def context_size(args: ParsedArgs) -> int:
 def _size_of_all_roles(args: ParsedArgs, *names: str) -> int:
     """A size that all roles share, 1 if none has it; two different ones are a problem."""
     sizes = {key: args.get_count(key) for key in (f"{role}.{name}" for role in ROLES for name in names)}
-    given = {key: size for key, size in sizes.items() if args.values.get(key) is not None}
-    if len({*given.values()}) > 1:
+    own = {key: size for key, size in sizes.items() if args.values.get(key) is not None}
+    if len({*own.values()}) > 1:
         args.problems.append(
-            f"{' and '.join(f'{key}={size}' for key, size in given.items())}: all roles share one mesh; give one size"
+            f"{' and '.join(f'{key}={size}' for key, size in own.items())}: all roles share one mesh; give one size"
         )
-    return next(iter(given.values()), 1)
+    return next(iter(own.values()), 1)
 
 
 def _has_role(args: ParsedArgs, role: str) -> bool:

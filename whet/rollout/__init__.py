@@ -25,7 +25,12 @@ ENGINES = {
 
 
 def check_engine(name: str | type) -> None:
-    """Raises ConfigError where an engine is unknown, EngineError where the package that it adapts is not installed."""
+    """Raises ConfigError where an engine is unknown, EngineError where the package that it adapts is not installed.
+
+    "auto" is one of those that can be used.
+    """
+    if name == "auto":
+        return
     module = sys.modules[resolve_engine(name).__module__]
     package = {"whet.rollout.vllm": "vllm", "whet.rollout.sglang": "sglang"}.get(module.__name__)
     if package is not None and package not in sys.modules and importlib.util.find_spec(package) is None:

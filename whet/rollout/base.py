@@ -211,6 +211,8 @@ class EngineCaps:
     abort: bool = False
     """`abort` ends requests early."""
     sleep: bool = False
+    sleep_keeps_weights: bool = True
+    """An engine with its own weights has them after a sleep; without, it needs an update."""
     logits: bool = False
     generation_kwargs: bool = False
     """Supports transformers' own options (Sampling.generation_kwargs)."""

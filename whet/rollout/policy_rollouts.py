@@ -157,11 +157,15 @@ class PolicyRollouts:
     def resume(self) -> None:
         """Wakes a released engine for a rollout between two updates.
 
-        An engine with its own weights keeps them; one that shares the trainer's reads the current ones.
+        An engine with its own weights keeps them, unless its sleep drops them; one that shares the trainer's reads the
+        current ones.
         """
-        if self.engine_released and self.engine.caps.shared_weights:
+        if not self.engine_released:
+            return
+        caps = self.engine.caps
+        if caps.shared_weights or not caps.sleep_keeps_weights:
             self.sync()
-        elif self.engine_released:
+        else:
             self.engine_released = False
             self.engine.wake()
 

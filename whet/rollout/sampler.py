@@ -33,6 +33,7 @@ from whet.models.precision import auto_dtype
 from whet.observe.environment import trained_dtype
 from whet.rollout.base import PartialOutput, Request, RolloutEngine, Sampling
 from whet.rollout.build import make_engine, make_sampling
+from whet.rollout.choose import AUTO, choose_engine
 from whet.rollout.driver import Rollouts, single_turns, stream
 from whet.rollout.generate_options import num_beams, validate_options
 from whet.rollout.text import as_batch, encode_texts, pad_left
@@ -140,6 +141,8 @@ class Sampler:
         """The most tokens of a prompt and its completion together; None = no bound."""
         sizes = {"max_batch_size": max_batch_size, "kv_cache_tokens": kv_cache_tokens}
         self._engine_config = rollout_config or RolloutConfig(**sizes)
+        if rollout_engine == AUTO:
+            rollout_engine = choose_engine(self._engine_config, device=self.loaded.module.device)
         self._spec = rollout_engine
         self._engines: dict[str, RolloutEngine] = {}
         self._closed = False

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
+import importlib.util
 import logging
 import os
 import random
@@ -48,7 +50,7 @@ from whet.types import FinishReason
 from whet.util.experimental import warn_experimental
 from whet.util.install import install_hint
 
-__all__ = ["VLLMEngine", "llm_arguments", "sampling_arguments"]
+__all__ = ["VLLMEngine", "check_requested", "llm_arguments", "sampling_arguments", "unsuitable_reason"]
 
 log = logging.getLogger("whet")
 
@@ -96,10 +98,22 @@ class VLLMEngine(ExternalEngine):
         first = next(module.parameters())
         arguments = llm_arguments(config, device=first.device.type, dtype=first.dtype, kv_bytes=_kv_bytes(module))
         self._sleeps = bool(arguments.get("enable_sleep_mode"))
+        self._has_weights = True
+        """Whether its weights are valid: sleep drops them, and the next update brings new ones."""
         is_experimental = first.device.type != "cpu"
         self.caps = EngineCaps(
-            abort=True, sleep=self._sleeps, peek=True, updates_in_flight=True, experimental=is_experimental
+            abort=True,
+            sleep=self._sleeps,
+            sleep_keeps_weights=not self._sleeps,
+            peek=True,
+            updates_in_flight=True,
+            experimental=is_experimental,
         )
+        if first.device.index:
+            raise ConfigError(
+                f"vLLM runs on the first GPU that this process sees, and the policy lies on {first.device}; set "
+                f"CUDA_VISIBLE_DEVICES={first.device.index} and the device cuda, or use rollout_engine 'embedded'"
+            )
         if is_experimental:
             warn_experimental(f"rollout_engine 'vllm' on {first.device.type}")
         self._stats = EngineStats(max_batch=int(arguments["max_num_seqs"]), kv_tokens_bound=config.kv_cache_tokens)
@@ -150,19 +164,7 @@ class VLLMEngine(ExternalEngine):
 
     def _check_sampling(self, sampling: Sampling) -> None:
         """Refuses a Sampling that vLLM can't draw, or for which it would report other logprobs."""
-        make_plan(sampling)
-        check_supported(sampling, engine="vllm")
-        if sampling.temperature > 2 or 0 < sampling.temperature < 0.01:
-            raise ConfigError(
-                f"vllm takes temperatures of 0 and 0.01..2, not {sampling.temperature}; choose one of these, or use "
-                "rollout_engine 'embedded'"
-            )
-        if sampling.temperature > 0 and sampling.min_p > 0 and sampling.top_p < 1:
-            raise ConfigError(
-                f"vllm applies min_p before top_p, whet after it, so top_p={sampling.top_p} with min_p="
-                f"{sampling.min_p} would mean two distributions; leave one of them out"
-            )
-        check_logprobs_mode(sampling, engine="vllm", reports=self._reports)
+        _check_sampling(sampling, self._reports)
 
     def step(self, timeout_s: float | None = None) -> list[Output]:
         """Decodes until something finishes, or the time is up, and returns what has finished.
@@ -173,6 +175,8 @@ class VLLMEngine(ExternalEngine):
         """
         if self._asleep:
             raise EngineError("the engine is asleep; call wake() first")
+        if not self._has_weights:
+            raise EngineError("vLLM dropped its weights while it slept; call update(version, weights) after wake()")
         start = time.monotonic()
         while not self._done and self._in_flight:
             self._step_vllm()
@@ -234,11 +238,11 @@ class VLLMEngine(ExternalEngine):
         """Takes a new policy version. Requests in flight continue under it, with their KV recomputed.
 
         Args: version: stamped on tokens from now on. weights: (Hugging Face name, tensor), every parameter.
-        Raises: EngineError: no weights were given; it sleeps, and its weights are on the host; some are missing, or
-            vLLM refused them, and it has a mixture then.
+        Raises: EngineError: no weights were given; it sleeps, and has no memory for them; some are missing, or vLLM
+            refused them, and it has a mixture then.
         """
         if self._sleeps and self._asleep:
-            raise EngineError("vLLM's weights lie on the host while it sleeps; call wake() first, then update()")
+            raise EngineError("vLLM has no memory for weights while it sleeps; call wake() first, then update()")
         if weights is None:
             raise EngineError(
                 "vLLM holds its own copy of the weights; call update(version, worker.named_weights()); without them "
@@ -250,6 +254,9 @@ class VLLMEngine(ExternalEngine):
             if isinstance(error, EngineError):
                 raise
             raise EngineError(f"vLLM refused the weights of version {version}: {error!r}") from error
+        if not self._has_weights:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._has_weights = True
         self._drop_kv()
         self.version = version
 
@@ -259,16 +266,21 @@ class VLLMEngine(ExternalEngine):
             raise EngineError("vLLM kept KV of the old weights (reset_prefix_cache failed); build a new engine")
 
     def sleep(self) -> None:
-        """Refuses to step until wake. Built with enable_sleep_mode, frees the KV and moves the weights to the host."""
+        """Refuses to step until wake. Built with enable_sleep_mode, as on a GPU, frees the KV and drops the weights."""
         if self._sleeps and not self._asleep:
-            self._drop_kv()
-            self._llm.sleep(level=1, mode="keep")
+            if self._has_weights:
+                self._drop_kv()
+            self._llm.sleep(level=2, mode="keep")
+            self._has_weights = False
         self._asleep = True
 
     def wake(self) -> None:
-        """Undoes sleep."""
+        """Undoes sleep. Where that dropped the weights, it takes memory for new ones; `update` brings them, then KV.
+
+        So weights and their copies in the trainer never lie next to a cache that nobody reads.
+        """
         if self._sleeps and self._asleep:
-            self._llm.wake_up()
+            self._llm.wake_up(tags=["weights"])
         self._asleep = False
 
     def close(self) -> None:
@@ -338,6 +350,8 @@ def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_
     >>> arguments = llm_arguments(config, device="cuda", dtype=torch.bfloat16, kv_bytes=1)
     >>> arguments["dtype"], arguments["gpu_memory_utilization"], arguments["seed"], arguments["load_format"]
     ('bfloat16', 0.2, 3, 'dummy')
+    >>> arguments["enable_sleep_mode"]
+    True
     >>> arguments = llm_arguments(config, device="cpu", dtype=torch.float32, kv_bytes=100)
     >>> arguments["kv_cache_memory_bytes"] == (1 + 256) * 128 * 100
     True
@@ -367,10 +381,61 @@ def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_
         share = int(config.vllm.hbm_utilization * host_memory)
         arguments["kv_cache_memory_bytes"] = min(blocks * block * kv_bytes, share)
     else:
-        arguments["gpu_memory_utilization"] = config.vllm.hbm_utilization
+        arguments |= {"gpu_memory_utilization": config.vllm.hbm_utilization, "enable_sleep_mode": True}
     if config.kv_cache_tokens is not None:
         arguments["num_gpu_blocks_override"] = NULL + -(-config.kv_cache_tokens // block)
     return {**{n: v for n, v in arguments.items() if v is not None}, **config.vllm.kwargs}
+
+
+def check_requested(config: RolloutConfig, samplings: Iterable[Sampling]) -> None:
+    """Raises ConfigError for what vLLM does not do of a configuration, or of the requests to come."""
+    _check_config(config)
+    for sampling in samplings:
+        _check_sampling(sampling, MODES[config.vllm.logprobs_mode])
+
+
+def unsuitable_reason(config: RolloutConfig, samplings: Iterable[Sampling], *, device: torch.device) -> str | None:
+    """Why a run does better without vLLM, for rollout_engine "auto"; None = it may take it.
+
+    Args: config, samplings: of the rollout. device: of the policy.
+
+    >>> unsuitable_reason(RolloutConfig(), [], device=torch.device("cpu"))
+    'the policy is not on a GPU'
+    """
+    if device.type != "cuda":
+        return "the policy is not on a GPU"
+    if device.index:
+        return f"vLLM runs on the first GPU, and the policy lies on {device}"
+    if importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed"
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        version = "of an unknown version"
+    if not version.startswith(TESTED):
+        return f"vLLM {version} is installed, and {TESTED} is tested"
+    try:
+        check_requested(config, samplings)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _check_sampling(sampling: Sampling, reports: Literal["drawn", "raw"]) -> None:
+    """Refuses a Sampling that vLLM can't draw, or for which it would report other logprobs."""
+    make_plan(sampling)
+    check_supported(sampling, engine="vllm")
+    if sampling.temperature > 2 or 0 < sampling.temperature < 0.01:
+        raise ConfigError(
+            f"vllm takes temperatures of 0 and 0.01..2, not {sampling.temperature}; choose one of these, or use "
+            "rollout_engine 'embedded'"
+        )
+    if sampling.temperature > 0 and sampling.min_p > 0 and sampling.top_p < 1:
+        raise ConfigError(
+            f"vllm applies min_p before top_p, whet after it, so top_p={sampling.top_p} with min_p="
+            f"{sampling.min_p} would mean two distributions; leave one of them out"
+        )
+    check_logprobs_mode(sampling, engine="vllm", reports=reports)
 
 
 def _check_config(config: RolloutConfig) -> None:

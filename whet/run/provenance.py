@@ -62,6 +62,7 @@ _FREE = (
     "trainer.collective_timeout_s",
     "trainer.context_parallel_size",
     "trainer.data_parallel_replicate_size",
+    "trainer.rehearse",
     "trainer.sync_each_microbatch",
     "trainer.tensor_parallel_size",
     "trainer.keep_best",

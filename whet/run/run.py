@@ -50,6 +50,7 @@ from whet.train.metric_reduction import Metrics
 from whet.train.role_trainer import RoleTrainer
 from whet.train.role_workers import RoleWorkers
 from whet.util.device import PhaseMemory, memory_metrics, peak_flops
+from whet.util.memory import peak_memory
 
 if TYPE_CHECKING:
     from whet.data.prompt_stream import PromptStream
@@ -226,7 +227,10 @@ class Run:
         if c.run_dir is not None:
             self.rows = self.ranks.broadcast([] if self.folder is None else self.folder.rows())
         log_run_length(c, self.stream, self.step)
-        if (device := self.trainer.worker.device).type == "cuda":
+        device = self.trainer.worker.device
+        if c.rehearse or (c.rehearse is None and device.type == "cuda"):
+            self.task.rehearse()
+        if device.type == "cuda":
             self.roles.trace.memory = PhaseMemory(device)
         self._begun_at, total, size = self.step, self.total_steps, self.stream.batch_size
         self.timeline = trace_folder(c.perf_metrics_options, c.run_dir) if self.ranks.is_writer else None
@@ -327,6 +331,7 @@ class Run:
             "time/step": seconds,
             "perf/global_step_time": seconds,
             "perf/tokens_per_second": num_tokens / max(seconds, 1e-9),
+            "perf/peak_memory": float(peak_memory()),
         }
         self._log(self.step, Mode.TRAIN, row)
         self._show_progress(row)

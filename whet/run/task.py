@@ -51,6 +51,9 @@ class Task(Observer):
     def prepare(self) -> None:
         """Called once, before anything is written: encodes the evaluation data, and raises what is wrong."""
 
+    def rehearse(self) -> None:
+        """Called before the first step, where trainer.rehearse says so: runs what takes the most memory."""
+
     def progress_fields(self, row: Mapping[str, float]) -> dict[str, str]:
         """What the progress line shows of a step after the main metric: name -> formatted number."""
         return {}

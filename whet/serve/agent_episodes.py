@@ -198,19 +198,19 @@ def _sequence(
     sequence: TokenSequence, episode: Episode, info: Mapping[str, Any], reason: FinishReason | None
 ) -> Completion:
     """A sequence to train on. Args: reason: why the episode ended; None = as the sequence's last turn did."""
-    made = completion(*sequence.parts, generation=episode.generation, info=info)  # pyright: ignore[reportArgumentType]
+    result = completion(*sequence.parts, generation=episode.generation, info=info)  # pyright: ignore[reportArgumentType]
     before, after = _split_messages(sequence.messages, episode.prompt.source)
-    changes: dict[str, Any] = {"messages": tuple(after), "finish_reason": reason or made.finish_reason}
+    changes: dict[str, Any] = {"messages": tuple(after), "finish_reason": reason or result.finish_reason}
     if not np.array_equal(sequence.prefix, episode.prompt.tokens):
         changes |= {"prefix": sequence.prefix, "info": {**info, PROMPT: before}}
-    return replace(made, **changes)
+    return replace(result, **changes)
 
 
 def _split_messages(messages: Sequence[Message], prompt: Any) -> tuple[list[Message], list[Message]]:
     """The messages of a conversation before the agent's model spoke, and the others."""
-    given = [] if isinstance(prompt, str) else list(prompt)
-    count = len(given)
-    if not count or [dict(m) for m in messages[:count]] != [dict(m) for m in given]:
+    prompt_messages = [] if isinstance(prompt, str) else list(prompt)
+    count = len(prompt_messages)
+    if not count or [dict(m) for m in messages[:count]] != [dict(m) for m in prompt_messages]:
         roles = [m["role"] for m in messages]
         count = roles.index("assistant")
     return list(messages[:count]), list(messages[count:])

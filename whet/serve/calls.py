@@ -301,10 +301,10 @@ class TokenCall(Call):
 
     def response(self, outputs: Sequence[PartialOutput]) -> dict[str, Any]:
         """The whole response; its choices are recorded."""
-        made = super().response(outputs)
+        whole = super().response(outputs)
         for i, output in enumerate(outputs):
             self._record(i, output)
-        return made
+        return whole
 
     def chunks(self, index: int, partial: PartialOutput) -> Iterator[dict[str, Any]]:
         """The chunks that new tokens of a request add; a choice that has ended is recorded."""

@@ -198,17 +198,17 @@ class RunFolder:
             (self.path / "summary.json").unlink()
         (self.path / "model_card.md").unlink(missing_ok=True)  # the end of the run writes it again
 
-    def _keep_damaged(self, found: _Rows) -> None:
+    def _keep_damaged(self, table: _Rows) -> None:
         """Copies metrics.jsonl, damaged lines included, to metrics.damaged-N.jsonl."""
         kept = unused_path(self.path / "metrics.jsonl", "damaged")
         with create_file(kept) as file:
-            file.write(found.content)
+            file.write(table.content)
             file.flush()
             os.fsync(file.fileno())
         log.warning(
             "%s: %d lines are damaged and were removed; the original file is kept as %s",
             self.path / "metrics.jsonl",
-            found.damaged,
+            table.damaged,
             kept.name,
         )
 
@@ -316,12 +316,12 @@ def _read(path: Path) -> _Rows:
         raise CheckpointError(f"{path} can't be read: {error}; remove it or fix its permissions") from error
     *lines, last = content.split(b"\n")
     lines = [line for line in lines if line.strip()]
-    found = [(line, row) for line in lines if (row := _row(line)) is not None]
+    pairs = [(line, row) for line in lines if (row := _row(line)) is not None]
     return _Rows(
         content=content,
-        rows=[row for _, row in found],
-        lines=[line for line, _ in found],
-        damaged=len(lines) - len(found),
+        rows=[row for _, row in pairs],
+        lines=[line for line, _ in pairs],
+        damaged=len(lines) - len(pairs),
         torn=bool(last),
     )
 

@@ -4,6 +4,7 @@ The sizes of a model are counted, not estimated: its layers are built on the met
 memory, and a forward pass there shows what is saved for the backward pass. RESERVE is for what a CUDA context, the
 allocator's holes and the workspace of kernels take.
 Of several processes, each on a GPU of its own, the plan is that of one: see parallel/fsdp.py for what it holds.
+A supervised run has no rollout: its plan is that of its update.
 Left out on purpose: the time that a setting costs, and the memory of vLLM and SGLang.
 """
 
@@ -11,14 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from whet.config import PPORunConfig, RoleConfig, RunConfig
+from whet.config import PPORunConfig, RMRunConfig, RoleConfig, RunConfig, SFTRunConfig, SupervisedRunConfig
 from whet.errors import ConfigError
 from whet.models.attention import ATTENTION, Layout
 from whet.models.linear_logprob import CHUNK_BYTES
@@ -28,12 +29,15 @@ from whet.models.pretrained import meta_model
 __all__ = [
     "GB",
     "LENGTH",
+    "MOMENT_BYTES",
     "RESERVE",
     "MemoryPlan",
     "ModelSizes",
     "Part",
     "choose_settings",
+    "choose_tokens",
     "free_gpu_memory",
+    "longest_row",
     "measure_model",
     "plan_memory",
     "ways_to_fit",
@@ -43,10 +47,12 @@ __all__ = [
 
 log = logging.getLogger("whet")
 
+PlannedRun = RunConfig | SupervisedRunConfig
+
 GB = 1e9
 RESERVE = 1.5e9
 """Bytes for a CUDA context, the kernels' workspaces and holes of the allocator: a guess that no GPU has confirmed."""
-_MOMENTS = {"adamw": 8.0, "adam": 8.0, "adamw8bit": 2.1, "muon": 4.0, "sgd": 0.0}
+MOMENT_BYTES = {"adamw": 8.0, "adam": 8.0, "adamw8bit": 2.1, "muon": 4.0, "sgd": 0.0}
 """Bytes of an optimizer's state for each trained parameter."""
 _BYTES_IN_4_BITS = 0.5 + 4 / 64
 """Of one number: half a byte, and an fp32 scale for 64 of them."""
@@ -158,10 +164,11 @@ class _FusedAttention(torch.autograd.Function):
         raise NotImplementedError("only the forward pass is counted")
 
 
-def measure_model(role: RoleConfig, *, trained: bool) -> ModelSizes:
+def measure_model(role: RoleConfig, *, trained: bool, scores: bool = False) -> ModelSizes:
     """Counts the sizes of a role's model from its config, without weights.
 
     Args: role: its model, adapter and dtype; "auto" counts as bfloat16, which a GPU takes. trained: whether it is.
+        scores: it has a score head in place of its LM head.
     Returns: the sizes.
     Raises: ConfigError: there is no model, or its config can't be read or has no language model.
     """
@@ -170,6 +177,8 @@ def measure_model(role: RoleConfig, *, trained: bool) -> ModelSizes:
     module: Any = meta_model(role.model, role.trust_remote_code)
     if module is None:
         raise ConfigError(f"{role.model} has no config.json of a language model; name a folder or hub name of one")
+    if scores:
+        module.set_output_embeddings(nn.Linear(module.config.hidden_size, 1, bias=False, device="meta"))
     dtype = torch.float32 if role.dtype == "float32" else torch.bfloat16
     module = module.to(dtype).requires_grad_(trained and role.lora is None).train(trained)
     if trained and role.lora is not None:
@@ -219,19 +228,25 @@ def _saved_bytes(module: nn.Module, tokens: int) -> int:
 
 
 def plan_memory(
-    config: RunConfig, sizes: ModelSizes, *, memory: float | None = None, num_processes: int = 1
+    config: PlannedRun,
+    sizes: ModelSizes,
+    *,
+    memory: float | None = None,
+    num_processes: int = 1,
+    reference: float | None = None,
 ) -> MemoryPlan:
     """The memory of a run on each of its GPUs, with settings that fit where the configuration leaves them open.
 
     Args:
-        config: of a run with one trained model (GRPO, or PPO whose critic has the actor's size).
-        sizes: of the actor.
+        config: of a run with one trained model (supervised, GRPO, or PPO whose critic has the actor's size).
+        sizes: of the trained model.
         memory: bytes of the GPU; None = as the configuration says, whether or not it fits.
         num_processes: each has a GPU; the mesh is that of config.trainer, which check_mesh has checked.
+        reference: bytes of the weights of the reference; None = as the KL of `whet grpo` has it.
     Returns: the plan with the most tokens in a micro-batch that fits, without checkpointing if that leaves room for
         4,096 tokens or all of a step; the smallest one if nothing fits.
     """
-    wanted = list(_candidates(config, sizes, num_processes))
+    wanted = list(_candidates(config, sizes, num_processes, reference))
     if memory is None:
         return wanted[0]
     return next((plan for plan in wanted if plan.peak <= memory), wanted[-1])
@@ -243,31 +258,54 @@ def with_lengths(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, **missing)) if missing else config
 
 
-def _candidates(config: RunConfig, sizes: ModelSizes, num_processes: int) -> Iterator[MemoryPlan]:
+def longest_row(config: PlannedRun) -> int:
+    """Tokens of the longest sequence, or of the longest pair of supervised training, which is run at once.
+
+    Lengths that the configuration leaves open count as LENGTH each. The rows may be longer where those of a supervised
+    run have no data.max_length.
+    """
+    if isinstance(config, RunConfig):
+        rollout = with_lengths(config).rollout
+        return (rollout.max_prompt_length or LENGTH) + rollout.most_tokens
+    return (config.data.max_length or 2 * LENGTH) * (1 if isinstance(config, SFTRunConfig) else 2)
+
+
+def _candidates(
+    config: PlannedRun, sizes: ModelSizes, num_processes: int, reference: float | None
+) -> Iterator[MemoryPlan]:
     """Plans from the fastest to the smallest."""
-    rollout, trainer = with_lengths(config).rollout, config.trainer
-    longest = (rollout.max_prompt_length or LENGTH) + rollout.most_tokens
+    trainer, longest = config.trainer, longest_row(config)
     least = -(-longest // _STEP) * _STEP
     most = max(least, MAX_TOKENS * trainer.context_parallel_size)
     budgets = [trainer.max_tokens_per_microbatch] if trainer.max_tokens_per_microbatch else []
     budgets = budgets or [n for n in (most, most // 2, most // 4, most // 8, least) if n >= least]
-    chosen = config.actor.gradient_checkpointing
+    chosen = _trained_role(config).gradient_checkpointing
     modes = [chosen] if chosen != "auto" else ["none", "full"]
-    rows = rollout.max_batch_size
-    counts = [rollout.kv_cache_tokens] if rollout.kv_cache_tokens else [rows * longest // k for k in (1, 2, 4, 8, 16)]
+    counts, rows = [0], 0
+    if isinstance(config, RunConfig):
+        rows, bound = config.rollout.max_batch_size, config.rollout.kv_cache_tokens
+        counts = [max(n, longest) for n in ([bound] if bound else [rows * longest // k for k in (1, 2, 4, 8, 16)])]
     combinations = [
         (mode, tokens)
         for mode in modes
         for tokens in budgets
         if len(modes) == 1 or mode == "full" or tokens >= min(4096, budgets[0])
     ]
+    weights = _held_weights(config, sizes, num_processes, reference)
     for kv_tokens in counts:
         for mode, tokens in combinations:
-            bounded = kv_tokens < rows * longest
-            yield _plan(config, sizes, tokens, mode, max(kv_tokens, longest), num_processes, bounded=bounded)
+            held = [*weights, *_held_in_passes(config, sizes, tokens, mode, kv_tokens, kv_tokens < rows * longest)]
+            parts = tuple(part for part in held if part.rollout or part.update)
+            yield MemoryPlan(parts, tokens, mode, kv_tokens)
 
 
-def _held_weights(config: RunConfig, sizes: ModelSizes, num_processes: int) -> list[Part]:
+def _trained_role(config: PlannedRun) -> RoleConfig:
+    """The section of the model that is trained."""
+    role: RoleConfig = getattr(config, config.TRAINED)
+    return role
+
+
+def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, reference: float | None) -> list[Part]:
     """The parts of weights, moments and gradients, of all models.
 
     With several processes trained weights are fp32 shards, which the optimizer updates. The whole model in its compute
@@ -276,12 +314,14 @@ def _held_weights(config: RunConfig, sizes: ModelSizes, num_processes: int) -> l
     as each pass does (sync_each_microbatch). Tensor parallelism divides layers, and leaves embedding and head whole.
     """
     own_critic = isinstance(config, PPORunConfig) and not (config.critic and config.critic.model == "actor")
-    models = 2 if own_critic else 1
+    models, role = (2 if own_critic else 1), _trained_role(config)
     weights, width = float(sizes.weight_bytes), sizes.dtype_bytes
     masters = 4.0 * sizes.trained if width < 4 else 0.0
-    moments = _MOMENTS.get(config.actor.optim.name, 8.0) * sizes.trained
+    moments = MOMENT_BYTES.get(role.optim.name, 8.0) * sizes.trained
     gradients = 4.0 * sizes.trained + sizes.largest * width
-    reference = weights if (config.algo.beta or config.algo.force_compute_kl) and config.actor.lora is None else 0.0
+    if reference is None:
+        has_kl = isinstance(config, RunConfig) and (config.algo.beta or config.algo.force_compute_kl)
+        reference = weights if has_kl and role.lora is None else 0.0
     gathered = Part("gathered weights", 0.0, 0.0)
     if num_processes > 1:
         shards = num_processes // config.trainer.data_parallel_replicate_size
@@ -300,49 +340,41 @@ def _held_weights(config: RunConfig, sizes: ModelSizes, num_processes: int) -> l
         Part("weights" if num_processes == 1 else "shards of weights", models * weights, models * weights),
         gathered,
         Part("fp32 masters", models * masters, models * masters),
-        Part(f"{config.actor.optim.name} moments", models * moments, models * moments),
+        Part(f"{role.optim.name} moments", models * moments, models * moments),
         Part("reference model", reference, reference),
         Part("gradients", 0.0, gradients),
     ]
 
 
-def _plan(
-    config: RunConfig,
-    sizes: ModelSizes,
-    tokens: int,
-    checkpointing: str,
-    kv_tokens: int,
-    num_processes: int,
-    *,
-    bounded: bool,
-) -> MemoryPlan:
+def _held_in_passes(
+    config: PlannedRun, sizes: ModelSizes, tokens: int, checkpointing: str, kv_tokens: int, is_bounded: bool
+) -> list[Part]:
+    """The parts of a pass of training, and of the engine. Args: is_bounded: its cache is."""
     own_tokens = -(-tokens // config.trainer.context_parallel_size)
     turns = 0.0
-    if config.rollout.max_turns > 1 and not bounded:
+    if isinstance(config, RunConfig) and config.rollout.max_turns > 1 and not is_bounded:
         turns = float(min(CONVERSATION_BYTES, sizes.kv_bytes * kv_tokens))
-    all_parts = [
-        *_held_weights(config, sizes, num_processes),
+    reserve = RESERVE if isinstance(config, RunConfig) else 0.0
+    return [
         Part(f"activations, {own_tokens:,} tokens", 0.0, sizes.activations(own_tokens, checkpointing)),
         Part("logits of the head, in parts", 0.0, 3.0 * CHUNK_BYTES),
         Part(f"KV cache, {kv_tokens:,} tokens", float(sizes.kv_bytes * kv_tokens), 0.0),
         Part("KV of earlier turns", turns, 0.0),
-        Part("reserve", RESERVE, RESERVE),
+        Part("reserve", reserve, RESERVE),
     ]
-    parts = tuple(part for part in all_parts if part.rollout or part.update)
-    return MemoryPlan(parts, tokens, checkpointing, kv_tokens)
 
 
-def with_settings(config: RunConfig, plan: MemoryPlan) -> Sequence[str]:
+def with_settings(config: PlannedRun, plan: MemoryPlan) -> Sequence[str]:
     """The settings of a plan that differ from the configuration, as words of a command."""
     words = []
     if config.trainer.max_tokens_per_microbatch != plan.tokens:
         words.append(f"trainer.max_tokens_per_microbatch={plan.tokens}")
-    if config.actor.gradient_checkpointing != plan.checkpointing:
-        words.append(f"actor.gradient_checkpointing={plan.checkpointing}")
-    rollout = with_lengths(config).rollout
-    longest = (rollout.max_prompt_length or LENGTH) + rollout.most_tokens
-    if (rollout.kv_cache_tokens or rollout.max_batch_size * longest) != plan.kv_tokens:  # unbounded it decodes faster
-        words.append(f"rollout.kv_cache_tokens={plan.kv_tokens}")
+    if _trained_role(config).gradient_checkpointing != plan.checkpointing:
+        words.append(f"{config.TRAINED}.gradient_checkpointing={plan.checkpointing}")
+    if isinstance(config, RunConfig):
+        unbounded = config.rollout.max_batch_size * longest_row(config)  # it decodes faster
+        if (config.rollout.kv_cache_tokens or unbounded) != plan.kv_tokens:
+            words.append(f"rollout.kv_cache_tokens={plan.kv_tokens}")
     return words
 
 
@@ -352,6 +384,7 @@ def free_gpu_memory() -> float | None:
 
 
 C = TypeVar("C", bound=RunConfig)
+S = TypeVar("S", bound=SupervisedRunConfig)
 
 
 def choose_settings(config: C, memory: float, num_processes: int = 1) -> C:
@@ -366,35 +399,19 @@ def choose_settings(config: C, memory: float, num_processes: int = 1) -> C:
     Raises: ConfigError: no setting fits; the largest part and what makes it smaller. Where the user set all three, or
         offload_to_cpu, a warning takes its place.
     """
-    try:
+
+    def make_plan() -> tuple[MemoryPlan, float]:
         sizes = measure_model(config.actor, trained=True)
         sizes_of = lambda role: measure_model(role, trained=False).weight_bytes if role and role.model else 0
         teacher, reward = sizes_of(config.teacher), sizes_of(config.reward_model)
         shards = num_processes // config.trainer.data_parallel_replicate_size
         read = (teacher + reward) / shards + (reward if num_processes > 1 else 0)  # which is whole while it scores
-    except Exception as error:  # such as a model with code of its own, which the meta device can't run
-        log.warning("memory is not planned, because the model's sizes can't be counted: %s", error)
+        return plan_memory(config, sizes, memory=memory - read, num_processes=num_processes), read
+
+    plan = _checked_plan(make_plan, config, memory, num_processes, bool(config.rollout.kv_cache_tokens))
+    if plan is None:
         return config
-    plan = plan_memory(config, sizes, memory=memory - read, num_processes=num_processes)
-    words = " ".join(with_settings(config, plan))
-    needs = f"the largest phase needs {(plan.peak + read) / GB:.1f} GB by plan, {memory / GB:.1f} GB are free"
-    if plan.peak + read > memory:
-        part = max(plan.parts, key=lambda part: part.rollout if plan.rollout >= plan.update else part.update)
-        size = max(part.rollout, part.update) / GB
-        message = (
-            f"{needs}; the largest part is {part.name}: {size:.1f} GB. Try {ways_to_fit(config, part, num_processes)}"
-        )
-        trainer, rollout, mode = config.trainer, config.rollout, config.actor.gradient_checkpointing
-        if config.offload_to_cpu or (trainer.max_tokens_per_microbatch and rollout.kv_cache_tokens and mode != "auto"):
-            log.warning("the run may not fit: %s", message)
-            return config
-        raise ConfigError(
-            f"the run does not fit: {message}. To try it all the same, set trainer.max_tokens_per_microbatch, "
-            "actor.gradient_checkpointing and rollout.kv_cache_tokens"
-        )
-    log.info("memory: %s%s", needs, f"; chosen to fit: {words}" if words else "")
-    longest = (config.rollout.max_prompt_length or LENGTH) + config.rollout.most_tokens
-    bounded = config.rollout.kv_cache_tokens or plan.kv_tokens < config.rollout.max_batch_size * longest
+    bounded = config.rollout.kv_cache_tokens or plan.kv_tokens < config.rollout.max_batch_size * longest_row(config)
     changes = {
         "actor": dataclasses.replace(config.actor, gradient_checkpointing=plan.checkpointing),
         "trainer": dataclasses.replace(config.trainer, max_tokens_per_microbatch=plan.tokens),
@@ -405,20 +422,82 @@ def choose_settings(config: C, memory: float, num_processes: int = 1) -> C:
     return dataclasses.replace(config, **changes)
 
 
-def ways_to_fit(config: RunConfig, part: Part | None = None, num_processes: int = 1) -> str:
+def choose_tokens(
+    config: S, memory: float, num_processes: int = 1, *, reference: RoleConfig | None = None
+) -> tuple[S, int | None]:
+    """`choose_settings` of a supervised run.
+
+    Args: reference: the model that the loss compares with, where it is not the trained one without its adapter.
+    Returns: the configuration with the checkpointing of its plan; and the usual token budget, which is no setting
+        because longer rows raise it. None = the model's sizes can't be counted.
+    Raises: ConfigError: as choose_settings.
+    """
+
+    def make_plan() -> tuple[MemoryPlan, float]:
+        sizes = measure_model(config.trained, trained=True, scores=isinstance(config, RMRunConfig))
+        held = 0.0 if reference is None else float(measure_model(reference, trained=False).weight_bytes)
+        return plan_memory(config, sizes, memory=memory, num_processes=num_processes, reference=held), 0.0
+
+    plan = _checked_plan(make_plan, config, memory, num_processes, True)
+    if plan is None:
+        return config, None
+    role = dataclasses.replace(config.trained, gradient_checkpointing=plan.checkpointing)
+    return dataclasses.replace(config, **{config.TRAINED: role}), plan.tokens
+
+
+def _checked_plan(
+    make_plan: Callable[[], tuple[MemoryPlan, float]],
+    config: PlannedRun,
+    memory: float,
+    num_processes: int,
+    is_kv_set: bool,
+) -> MemoryPlan | None:
+    """The plan of a run, which is logged; None = there is none, or it is the user's to try.
+
+    Args: make_plan: gives the plan, and the bytes of the weights that are only read. is_kv_set: nothing of the
+        rollout is open.
+    Raises: ConfigError: no setting fits.
+    """
+    try:
+        plan, read = make_plan()
+    except Exception as error:  # such as a model with code of its own, which the meta device can't run
+        log.warning("memory is not planned, because the model's sizes can't be counted: %s", error)
+        return None
+    words = " ".join(with_settings(config, plan))
+    needs = f"the largest phase needs {(plan.peak + read) / GB:.1f} GB by plan, {memory / GB:.1f} GB are free"
+    if plan.peak + read <= memory:
+        log.info("memory: %s%s", needs, f"; chosen to fit: {words}" if words else "")
+        return plan
+    part = max(plan.parts, key=lambda part: part.rollout if plan.rollout >= plan.update else part.update)
+    size = max(part.rollout, part.update) / GB
+    ways = ways_to_fit(config, part, num_processes)
+    message = f"{needs}; the largest part is {part.name}: {size:.1f} GB. Try {ways}"
+    role, trainer = config.TRAINED, config.trainer
+    mode = _trained_role(config).gradient_checkpointing
+    if config.offload_to_cpu or (trainer.max_tokens_per_microbatch and is_kv_set and mode != "auto"):
+        log.warning("the run may not fit: %s", message)
+        return None
+    keys = ["trainer.max_tokens_per_microbatch", f"{role}.gradient_checkpointing"]
+    keys += ["rollout.kv_cache_tokens"] if isinstance(config, RunConfig) else []
+    raise ConfigError(
+        f"the run does not fit: {message}. To try it all the same, set {', '.join(keys[:-1])} and {keys[-1]}"
+    )
+
+
+def ways_to_fit(config: PlannedRun, part: Part | None = None, num_processes: int = 1) -> str:
     """The settings that make a run smaller.
 
     Args: part: the largest one, which decides which come first. num_processes: each has a GPU.
     """
-    ways = []
+    ways, name, role = [], config.TRAINED, _trained_role(config)
     if part is not None and part.name.startswith("KV"):
         ways.append("a smaller rollout.kv_cache_tokens, shorter rollout.max_tokens_to_generate")
     if part is not None and part.name.startswith("activations"):
-        ways.append("actor.gradient_checkpointing=full, a smaller trainer.max_tokens_per_microbatch")
-    if config.actor.lora is None:
-        ways += ["actor.lora.r=16", "actor.optim.name=adamw8bit"]
-    elif config.actor.quantization is None and num_processes == 1:
-        ways.append("actor.quantization=nf4")
+        ways.append(f"{name}.gradient_checkpointing=full, a smaller trainer.max_tokens_per_microbatch")
+    if role.lora is None:
+        ways += [f"{name}.lora.r=16", f"{name}.optim.name=adamw8bit"]
+    elif role.quantization is None and num_processes == 1:
+        ways.append(f"{name}.quantization=nf4")
     if num_processes > 1:
         ways += [] if config.trainer.sync_each_microbatch else ["trainer.sync_each_microbatch=true"]
         ways += ["more processes", "a larger trainer.context_parallel_size"]

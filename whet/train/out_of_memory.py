@@ -68,10 +68,10 @@ def write_budgets(root: Path, budgets: Mapping[str, int]) -> None:
 def read_budgets(root: Path) -> dict[str, int]:
     """The token budgets that `write_budgets` noted; {} = none."""
     try:
-        found = read_json(root / BUDGETS)
+        content = read_json(root / BUDGETS)
     except (OSError, ValueError):
         return {}
-    pairs = found.items() if isinstance(found, dict) else ()
+    pairs = content.items() if isinstance(content, dict) else ()
     return {role: tokens for role, tokens in pairs if type(tokens) is int and tokens > 0}
 
 

@@ -75,6 +75,8 @@ class RoleWorkers:
 
     ENTRY: ClassVar[str] = "models"
     """The entry of run.pt that holds `state`."""
+    usual_tokens: int | None = None
+    """Tokens of a micro-batch where max_tokens_per_microbatch is not set and no row is longer; None = the device's."""
 
     tokenizer: Any
     checkpoints: Checkpoints
@@ -356,7 +358,7 @@ class RoleWorkers:
         Raises: ConfigError: max_tokens_per_microbatch is set and smaller.
         """
         for worker in self._workers.values():
-            budget = self._loop.token_budget(worker.device.type, longest)
+            budget = self._loop.token_budget(worker.device.type, longest, self.usual_tokens)
             if budget > worker.max_tokens:
                 log.info(
                     "trainer.max_tokens_per_microbatch raised from %d to %d to fit the data", worker.max_tokens, budget
@@ -366,8 +368,12 @@ class RoleWorkers:
     def finish_step(self, worker: ModelWorker) -> None:
         """Ends a step of a trained model: its weights get the next version."""
         worker.version += 1
-        self._plan_cache.clear()
+        self.clear_plans()
         self.release_memory(worker)
+
+    def clear_plans(self) -> None:
+        """Forgets the micro-batches that were cut from the last batches."""
+        self._plan_cache.clear()
 
     def unload(self, role: Role) -> None:
         """Frees the weights of a role that nothing reads any more, unless they belong to another role's module."""

@@ -36,6 +36,7 @@ class SupervisedModels(RoleWorkers):
         module_dtype: the compute dtype of models that are given as modules, as RoleConfig.dtype; None = their own.
         optimizer: replaces the optimizer of the trained model's RoleConfig: an OptimConfig, a name or a factory.
         offload_to_cpu: keep only the tensors of the current phase on a GPU.
+        usual_tokens: of a micro-batch, where config does not set them and no row is longer; None = the device's.
     Raises: ConfigError: neither an actor nor a reward model, or both; a model that can't be loaded.
 
     Example: SupervisedModels(actor="Qwen/Qwen3-0.6B", tokenizer="Qwen/Qwen3-0.6B").
@@ -53,13 +54,14 @@ class SupervisedModels(RoleWorkers):
         device: str | None = None,
         module_dtype: str | None = None,
         offload_to_cpu: bool = False,
+        usual_tokens: int | None = None,
     ) -> None:
         self.config = check_instance(config or SupervisedTrainingConfig(), SupervisedTrainingConfig, "config")
         super().__init__(self.config, device=device, offload_to_cpu=offload_to_cpu, module_dtype=module_dtype)
         if (actor is None) == (reward_model is None):
             raise ConfigError("supervised training trains one model; give SupervisedModels actor= or reward_model=")
         raise_all(model_checks(self.config, (actor, reward_model, reference), (optimizer,)))
-        self.optimizer = optimizer
+        self.optimizer, self.usual_tokens = optimizer, usual_tokens
         self.role = Role.REWARD if actor is None else Role.ACTOR
         trained = actor if actor is not None else reward_model
         assert trained is not None
@@ -76,7 +78,7 @@ class SupervisedModels(RoleWorkers):
             if model is None:
                 continue
             source, role_model = (model, own) if own is not None else self.load_reference(model, trained, loaded)
-            budget = self.config.token_budget(self.device_of(role_model).type)
+            budget = self.config.token_budget(self.device_of(role_model).type, usual=usual_tokens)
             role_optimizer = optimizer if role is self.role else None
             self.add(role, source, role_model, role_optimizer, max_tokens=budget, trained=role is self.role)
         if reference is not None:

@@ -121,8 +121,8 @@ class RLEngine(cluster.RLCluster):
     def restored_step(self) -> int:
         """The step of the newest checkpoint of checkpoint_root_directory, from which a learner goes on; 0 = none."""
         if self._restored is None:
-            found = self.checkpoints.find("latest") if self.training_config.checkpoint_root_directory else None
-            self._restored = (step_of(found) or 0) if found is not None else 0
+            checkpoint = self.checkpoints.find("latest") if self.training_config.checkpoint_root_directory else None
+            self._restored = (step_of(checkpoint) or 0) if checkpoint is not None else 0
         return self._restored
 
     @property

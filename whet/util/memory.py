@@ -1,4 +1,4 @@
-"""Returns freed memory of the process's heap to the system.
+"""The memory of the process: its peak, and the return of freed memory of its heap to the system.
 
 glibc keeps freed blocks below 32 MB. The next phase of a step can seldom reuse them, because live tensors lie between
 them. Without a release, the peak memory of a run would be the sum of its phases instead of their maximum.
@@ -9,10 +9,22 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import resource
 import sys
 from collections.abc import Callable
 
-__all__ = ["release_freed_memory"]
+__all__ = ["peak_memory", "release_freed_memory"]
+
+
+def peak_memory() -> int:
+    """The most memory that this process has had since it began, in bytes: of the machine, not of a GPU.
+
+    Source: getrusage(2), ru_maxrss.
+
+    >>> peak_memory() > 1e6
+    True
+    """
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def release_freed_memory() -> bool:

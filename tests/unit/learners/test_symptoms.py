@@ -8,9 +8,11 @@ import pytest
 from helpers import cluster, completion, length_reward, prompt, rows
 
 from whet.config import DataConfig, GRPOConfig, RLTrainingConfig
-from whet.learners.diagnostics import (
+from whet.learners.diagnostics import FIRST_STEPS
+from whet.learners.grpo import GRPOLearner
+from whet.learners.step_metrics import completion_metrics
+from whet.learners.symptoms import (
     BANDS,
-    FIRST_STEPS,
     SHORTEN_PROMPTS,
     SYMPTOMS,
     find_out_of_band,
@@ -18,8 +20,6 @@ from whet.learners.diagnostics import (
     find_truncation,
     symptoms,
 )
-from whet.learners.grpo import GRPOLearner
-from whet.learners.step_metrics import completion_metrics
 from whet.rewards.manager import RewardManager
 from whet.types import Group
 

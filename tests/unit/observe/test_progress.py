@@ -131,7 +131,8 @@ setup_logging()
 with make_progress(sys.argv[1], 20, phase=lambda: "rollout", description="Training") as view:
     for step in range(1, 21):
         row = {"kl": step / 1000, "entropy/token_mean": 2 / step, "completions/clipped_ratio": 0.25}
-        view.update(step, value=step / 20, tokens_per_s=5200.0, row={**row, "perf/tokens_per_second": 5200.0})
+        row |= {"perf/tokens_per_second": 5200.0, "perf/peak_memory": 2e9}
+        view.update(step, value=step / 20, tokens_per_s=5200.0, row=row)
         if step == 10:
             logging.getLogger("whet.x").info("saved [10] [/INST]")
             print("a plain print [red]x")
@@ -147,6 +148,7 @@ def test_a_live_view_shows_step_phase_metrics_and_curves(columns):
     assert head.startswith("Training 20/20") and "rollout 0 s" in head and "left" in head
     names = ["reward", "KL", "entropy", "truncated", "tokens/s", "memory"]
     assert re.findall(r"reward|KL|entropy|truncated|tokens/s|memory", " ".join(cells)) == names
+    assert "2.0 GB" in cells[-1]
     assert "25%" in cells[-3 if columns == 50 else -2] and re.search(r"reward +1 ▁.*█", cells[0])
 
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -94,6 +96,28 @@ def test_a_report_has_the_metrics_settings_and_completions_of_a_run(run, tmp_pat
     assert found["r"] == [1.0, 0.0, None, 1.0] and found["sizes"] == [2, 2] and found["f"] == [[1.0, 0.0, None, 1.0]]
     key, segments = received(tmp_path / "out/data/0-train-000002.0.js")
     assert key == "0-train-000002.0" and [s.get("prompt", s.get("t")) for s in segments][:3] == ["p0", "Hi", "!"]
+
+
+def test_warnings_have_the_runs_own_bounds_and_name_a_run_without_signal(run):
+    data = run_data(run)
+    columns = data["metrics"]["train"]["columns"] = {"kl": [0.6, 0.6, 0.6], "frac_reward_zero_std": [0.9, 1.0, 1.0]}
+    assert [(w["step"], w["metric"]) for w in find_warnings(data)] == [(3, "kl")]
+    data["config"] = {"trainer.warn_when.kl.above": 0.7, "trainer.warn_when.kl.steps": "many"}
+    columns["frac_reward_zero_std"] = [1.0, 1.0, 1.0]
+    (found,) = find_warnings(data)
+    assert found["metric"] == "no_signal" and "raise algo.num_generations" in found["message"]
+
+
+def test_the_commands_load_no_torch(run, tmp_path):
+    code = f"""
+import sys
+from whet.cli import main
+assert main(["report", {str(run)!r}]) == main(["compare", {str(run)!r}, {str(run)!r}]) == 0
+found = sorted({{"torch", "transformers"}} & {{*sys.modules}})
+assert not found, found
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_tokens_have_their_text_and_logprob(run):

@@ -92,6 +92,7 @@ def test_the_page_and_its_data(run, served):
 
 
 def test_an_update_has_the_rows_behind_the_cursor(run, served):
+    (run / "config.yaml").write_text("trainer: {warn_when: {reward: {below: 0.1, steps: 2}}}")
     url = served()
     update = lambda count, step: json.loads(
         get(f"{url}update?run=0&train={count}&train_step={step}&eval=0&eval_step=-1")[1]
@@ -108,6 +109,9 @@ def test_an_update_has_the_rows_behind_the_cursor(run, served):
     write_rows(run, [1, 2, 3], reward=0.75)
     found = update(4, 4)
     assert found["metrics"]["train"] == {"replace": True, "steps": [1, 2, 3], "columns": {"reward": [0.75] * 3}}
+    assert found["warnings"] == []
+    write_rows(run, [4, 5], reward=0.0)
+    assert [(w["step"], w["metric"]) for w in update(3, 3)["warnings"]] == [(5, "reward")]
 
 
 def test_a_run_that_is_gone_is_an_answer(run, served):

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3Config
 
-from whet.cli import commands, main
-from whet.config import PPORunConfig, RoleConfig, load_run
+from whet.cli import commands, main, supervised
+from whet.cli.supervised import separate_reference
+from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, RoleConfig, SFTRunConfig, load_run, load_supervised
 from whet.config.lora import LoraConfig
 from whet.errors import ConfigError
 from whet.models.attention import SegmentLayout
@@ -21,11 +22,14 @@ from whet.train.memory_plan import (
     MAX_TOKENS,
     RESERVE,
     choose_settings,
+    choose_tokens,
+    longest_row,
     measure_model,
     plan_memory,
     with_settings,
 )
 from whet.train.optim import Optim
+from whet.train.supervised_models import SupervisedModels
 
 RECIPE = Path(__file__).parents[3] / "recipes/gsm8k_qwen3_0.6b.yaml"
 QWEN3 = {  # layers, width, width of the gate, heads, bytes of activations of 16,363 tokens (counted on a fake GPU)
@@ -261,6 +265,9 @@ def test_the_command(tmp_path, capsys):
         f"{size} GB: PPO, bfloat16, trains 4,022.5 M of 4,022 M parameters" for size in (24, 40, 80)
     ]
     assert "does not fit, by" in out and "try actor.lora.r=16" in out
+    assert main(["plan", "dpo", f"model={save_config(tmp_path / 'pairs')}", "memory_gb=24"]) == 0
+    out = capsys.readouterr().out
+    assert "24 GB: DPO" in out and "rows of 2,048 tokens" in out and "rollout" not in out and "reference model" in out
     mesh = ["num_processes=8", "trainer.data_parallel_replicate_size=2", "trainer.context_parallel_size=2"]
     assert main(["plan", f"model={save_config(tmp_path / 'small')}", "memory_gb=80", *mesh]) == 0
     assert "  each of 8 processes: a shard of 4, a pass with 1 other" in capsys.readouterr().out
@@ -306,3 +313,53 @@ def test_a_missing_config_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"no config\.json of a language model"):
         measure_model(RoleConfig(model=str(tmp_path)), trained=True)
+
+
+def test_supervised_runs_are_planned_by_their_update(tmp_path, caplog):
+    words = [f"model={qwen3(tmp_path / 'm', '0.6B')}", "data=rows.jsonl"]
+    sft, dpo, rm = (load_supervised(words, kind) for kind in (SFTRunConfig, DPORunConfig, RMRunConfig))
+    with caplog.at_level("INFO", "whet"):
+        chosen, tokens = choose_tokens(sft, 24 * GB)
+    assert tokens == 4096 and chosen.actor.gradient_checkpointing == "none"  # 1,024 tokens of a row
+    assert chosen.trainer.max_tokens_per_microbatch is None  # longer rows raise the budget
+    assert "chosen to fit: trainer.max_tokens_per_microbatch=4096 actor.gradient_checkpointing=none" in caplog.text
+    assert choose_tokens(sft, 80 * GB)[1] == MAX_TOKENS
+    sizes = measure_model(sft.actor, trained=True)
+    plan = plan_memory(sft, sizes, memory=24 * GB)
+    assert plan.rollout < plan.peak == plan.update <= 24 * GB and plan.kv_tokens == 0
+    with_reference = plan_memory(dpo, sizes, reference=float(sizes.weight_bytes))
+    assert with_reference.update - plan_memory(dpo, sizes).update == sizes.weight_bytes
+    assert longest_row(dpo) == 2 * longest_row(sft) == 2048  # a pair is run at once
+    long = load_supervised([*words, "data.max_length=9000"], SFTRunConfig)
+    chosen, tokens = choose_tokens(long, 24 * GB)
+    assert tokens == MAX_TOKENS and chosen.actor.gradient_checkpointing == "full"
+    scores = measure_model(rm.reward_model, trained=True, scores=True)
+    assert scores.parameters == sizes.parameters + 1024  # its embedding has no tied LM head
+    assert choose_tokens(rm, 24 * GB)[0].reward_model.gradient_checkpointing in ("none", "full")
+    large = load_supervised([f"model={qwen3(tmp_path / 'l', '4B')}", "data=rows.jsonl"], SFTRunConfig)
+    message = r"does not fit.*Try actor\.lora\.r=16.*set trainer\.max_tokens_per_microbatch and actor\.gradient_check"
+    with pytest.raises(ConfigError, match=message):
+        choose_tokens(large, 40 * GB)
+
+
+def test_the_reference_that_takes_memory(tmp_path):
+    words = ["model=m", "data=rows.jsonl"]
+    load = lambda *more: separate_reference(load_supervised([*words, *more], DPORunConfig))
+    assert load().model == "m" and load("reference.model=other").model == "other"
+    assert load("actor.lora.r=4") is None and load("algo.loss_type=simpo", "algo.beta=2") is None
+
+
+def test_a_supervised_run_on_a_gpu_takes_the_plan(tmp_path, monkeypatch):
+    folder = save_config(tmp_path / "m", vocab_size=320)
+    config = load_supervised([f"model={folder}", "data=rows.jsonl"], SFTRunConfig)
+    monkeypatch.setattr(commands, "free_gpu_memory", lambda: RESERVE + 0.31 * GB)
+    chosen, options = supervised._model_options(config, None)
+    assert options["usual_tokens"] == 4096 and chosen.actor.gradient_checkpointing == "full"
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    models = SupervisedModels(actor=chosen.actor, **{**options, "tokenizer": "byte"})
+    assert models.trained.max_tokens == 4096
+    models.raise_token_budget(3000)
+    assert models.trained.max_tokens == 4096
+    models.raise_token_budget(5000)  # as the data need
+    assert models.trained.max_tokens == 5120
+    models.close()

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import WhetError
-from whet.learners.diagnostics import symptoms
+from whet.learners.symptoms import symptoms
 from whet.run.signals import Stopped
 from whet.train.role_trainer import lower_lr_advice
 from whet.trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer

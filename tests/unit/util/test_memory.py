@@ -1,4 +1,4 @@
-"""Freed memory goes back to the system."""
+"""The peak of memory, and freed memory that goes back to the system."""
 
 import re
 import sys
@@ -7,13 +7,21 @@ from pathlib import Path
 import pytest
 
 from whet.util import memory as heap
-from whet.util.memory import release_freed_memory
+from whet.util.memory import peak_memory, release_freed_memory
 
 glibc = pytest.mark.skipif(heap._malloc_trim() is None, reason="malloc is not glibc's")
 
 
 def resident():
     return int(re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def test_the_peak_grows_by_what_is_held_at_once():
+    before = resident()
+    block = bytearray(b"x" * (peak_memory() - before + 50_000_000))
+    grown, size = peak_memory(), len(block)
+    del block
+    assert grown >= before + size - 10_000_000 and peak_memory() == grown
 
 
 @glibc

@@ -1,7 +1,7 @@
 """RL2's environments of September 2025 and later, step(state, action, extra_info) or env_step(sample), as a class.
 
     async def step(state, action, extra_info):      # rollout.env_path=env.py:step
-        return {"next_state": state + action + found, "reward": 0.0, "done": False, "extra_info": extra_info}
+        return {"next_state": state + action + result, "reward": 0.0, "done": False, "extra_info": extra_info}
 
     async def reset(extra_info): ...                # optional: (the text that follows the prompt, extra_info)
 
@@ -55,14 +55,14 @@ def step_environment(function: Callable[..., Any]) -> type:
             """Answers a turn of the model."""
             action = str(message["content"])
             if function.__name__ == "step":
-                found = await _result(function(self.state, action, self.extra_info))
+                result = await _result(function(self.state, action, self.extra_info))
             else:
                 sample = SimpleNamespace(state_text=self.state, action_text=action, sample=self.row)
-                found = await _result(function(sample))
-            self.total += float(found["reward"])
-            self.done = bool(found["done"])
-            self.extra_info = found.get("extra_info", self.extra_info)
-            before, after = self.state + action, found.get("next_state")
+                result = await _result(function(sample))
+            self.total += float(result["reward"])
+            self.done = bool(result["done"])
+            self.extra_info = result.get("extra_info", self.extra_info)
+            before, after = self.state + action, result.get("next_state")
             if self.done or after is None:
                 self.done = True
                 return ""

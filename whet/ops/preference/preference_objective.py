@@ -210,14 +210,14 @@ class PreferenceObjective:
         place = batch.unit_of, (x.need(self._side(x)) < 0.5).long()
         running = dict(step.running)
         for loss in self.losses.values():
-            need = needs_of(loss)
-            if need.step is None or (need.policy_pass or need.mismatched_pass) != passes:
+            needs = needs_of(loss)
+            if needs.step is None or (needs.policy_pass or needs.mismatched_pass) != passes:
                 continue
-            parameters = inspect.signature(need.step).parameters.values()
+            parameters = inspect.signature(needs.step).parameters.values()
             names = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
             bound = loss.keywords if isinstance(loss, functools.partial) else {}
             options = {name: value for name, value in bound.items() if name in names}
-            result = need.step(dataclasses.replace(step, running=running), **options)
+            result = needs.step(dataclasses.replace(step, running=running), **options)
             batch = batch.with_sequence_columns(**{n: _per_sequence(c, place) for n, c in result.columns.items()})
             running |= result.running
         return batch, running

@@ -260,7 +260,7 @@ function itemCard(i, g, found, { step, file, search }) {
       advantage === null ? null : el("span", { class: sign, text: `advantage ${advantage > 0 ? "+" : ""}${short(advantage)}` }),
       el("span", { class: "dim", text: `${step.n[i]} tokens` }),
       end === "stop" ? null : el("span", { class: "bad", text: `ended by ${end}` }),
-      item.s ? el("span", { class: "dim", title: "seconds that the episode waited for each", text: Object.entries(item.s).map(([name, s]) => `${name} ${seconds(s)}`).join(", ") }) : null,
+      item.s && Object.keys(item.s).length > 1 ? el("span", { class: "dim", title: "seconds that the episode waited for each", text: Object.entries(item.s).map(([name, s]) => `${name} ${seconds(s)}`).join(", ") }) : null,
       functions ? el("span", { class: "dim", text: functions }) : null),
     body,
     v.colour in NEEDS && item.len && !item[NEEDS[v.colour]] ? el("p", { class: "dim", text: `no ${v.colour} of tokens: the trainer stores them every token_stats_every_n_steps, of completions that it updates on` }) : null,

@@ -34,7 +34,7 @@ const PANELS = [ // title, metrics (the first that a run has), what it is, lowes
     ["seconds a step", ["time/step", "perf/global_step_time"], "", 0],
     ["share idle", ["perf/idle_share"], "Of a step's time: no phase ran, or it waited for rows or tools.", 0],
     ["model FLOP utilisation", ["perf/mfu", "perf/update_tflops"], "Of the updates: as a share of the GPU's peak, or in TFLOP/s where that is unknown.", 0],
-    ["memory", ["memory/peak_allocated", "memory/peak_reserved"], "Of torch's allocator at its peak, in bytes.", 0],
+    ["peak memory", ["memory/peak_allocated", "perf/peak_memory"], "Most bytes so far: of torch's allocator on a GPU, else of the process.", 0],
   ]],
 ];
 const PHASES = { data: "#6c8ecb", rollout: "#4c78a8", rewards: "#f2a541", scoring: "#8e6bbf", update: "#3aa675", weight_sync: "#9aa3ad", eval: "#d0708f", checkpoint: "#a6763c" };

@@ -48,16 +48,16 @@ class Agents:
         args: Any,
     ) -> None:
         limits = tools.limits if isinstance(tools, Tools) else ToolLimits()
-        given = [*(tools or ())]
-        has_tools = bool(given) or environment_factory is not None
+        own = [*(tools or ())]
+        has_tools = bool(own) or environment_factory is not None
         if rollout_func is not None and has_tools:
             raise ConfigError(
                 "rollout_func generates the completions itself, but tools and environment_factory need whet to "
                 "generate them; give one of them"
             )
         self.rollout_func, self.tokenizer, self.args = rollout_func, tokenizer, args
-        self.tools = Tools(given, limits=limits) if has_tools else None
-        self.environments = None if environment_factory is None else Environments(environment_factory, given, limits)
+        self.tools = Tools(own, limits=limits) if has_tools else None
+        self.environments = None if environment_factory is None else Environments(environment_factory, own, limits)
         self.episodes: ToolEpisodes | None = None
         self.columns: dict[str, list[Any]] = {}
         """Further columns for the reward functions from the last rollout_func: a value for each completion."""

@@ -320,8 +320,8 @@ def named_dtype(args: Any, own: torch.dtype) -> torch.dtype:
 
     Args: own: the dtype of the model's files, for "auto".
     """
-    given = args.model_init_kwargs or {}
-    name = str(given.get("dtype", given.get("torch_dtype")) or "float32").removeprefix("torch.")
+    init_kwargs = args.model_init_kwargs or {}
+    name = str(init_kwargs.get("dtype", init_kwargs.get("torch_dtype")) or "float32").removeprefix("torch.")
     return own if name == "auto" else getattr(torch, name)
 
 

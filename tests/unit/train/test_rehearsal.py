@@ -1,0 +1,111 @@
+"""A rehearsal changes nothing of a run, and says before the first step what does not fit."""
+
+import pytest
+import torch
+from helpers import cluster, length_reward, rows, same, tiny_model, weights_of
+
+from whet.config import DataConfig, GRPOConfig, OptimConfig, PPOConfig, Role, SupervisedTrainingConfig
+from whet.data.tokenizer import byte_tokenizer
+from whet.errors import ConfigError
+from whet.learners.grpo import GRPOLearner
+from whet.learners.ppo import PPOLearner
+from whet.learners.preference import RewardModelLearner
+from whet.learners.sft import SFTLearner
+from whet.train.rehearsal import kv_bytes_per_token, rehearse
+from whet.train.supervised_models import SupervisedModels
+
+ROWS = [{"prompt": f"{i}+{i}=", "response": str(2 * i), "chosen": str(2 * i), "rejected": "no"} for i in range(8)]
+
+
+def models(role="actor", **trainer):
+    return SupervisedModels(
+        **{role: tiny_model()},
+        tokenizer=byte_tokenizer(),
+        config=SupervisedTrainingConfig(**{"pbar_description": None, **trainer}),
+        optimizer=OptimConfig(lr=1e-2),
+    )
+
+
+def short_of_memory(monkeypatch, worker, most, seen):
+    """Passes of more tokens run out of memory."""
+    run = worker._stats
+
+    def stats(micro, *args, **options):
+        seen.append(micro.num_tokens)
+        if micro.num_tokens > most:
+            raise torch.OutOfMemoryError("planted")
+        return run(micro, *args, **options)
+
+    monkeypatch.setattr(worker, "_stats", stats)
+
+
+def test_a_run_is_the_same_with_a_rehearsal(caplog):
+    weights = []
+    for is_rehearsed in (True, False):
+        caplog.clear()
+        with caplog.at_level("INFO", "whet"):
+            made = SFTLearner(models(rehearse=is_rehearsed, max_tokens_per_microbatch=256))
+            run = made.train(ROWS)
+        weights.append((weights_of(made.models.trained.module), [row["loss"] for row in run.rows]))
+        assert ("rehearsal: an update with" in caplog.text) is is_rehearsed
+    assert same(weights[0][0], weights[1][0]) and weights[0][1] == weights[1][1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [GRPOLearner, PPOLearner, RewardModelLearner])
+def test_every_learner_is_rehearsed_without_a_change(kind, caplog):
+    results = []
+    for is_rehearsed in (True, False):
+        with caplog.at_level("INFO", "whet"):
+            if kind is RewardModelLearner:
+                made = kind(models("reward_model", rehearse=is_rehearsed))
+                run = made.train(ROWS)
+                trained = {Role.REWARD: made.models.trained}
+            else:
+                algo = PPOConfig(beta=0.0) if kind is PPOLearner else GRPOConfig(beta=0.0, num_generations=2)
+                critic = {"critic": tiny_model(2)} if kind is PPOLearner else {}
+                made = kind(
+                    cluster(rehearse=is_rehearsed, **critic), algo, length_reward, data=DataConfig(batch_size=4)
+                )
+                run = made.train(rows(4))
+                trained = made.cluster.workers
+        losses = [v for row in run.rows for name, v in row.items() if name.endswith("loss")]
+        results.append(({f"{r}.{n}": w for r, x in trained.items() for n, w in weights_of(x.module).items()}, losses))
+    assert caplog.text.count("rehearsal: an update with") == 1
+    assert same(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+
+
+def test_an_update_that_does_not_fit_goes_on_with_less(monkeypatch, caplog):
+    made, seen = models(max_tokens_per_microbatch=256), []
+    worker = made.trained
+    short_of_memory(monkeypatch, worker, 100, seen)
+    rehearse(made, 10, 20)
+    assert seen[0] > 200 and seen[-1] <= 100 and "max_tokens_per_microbatch=" in caplog.text
+    assert not worker.optim.has_gradient and worker.pop_flops() == 0.0 and not worker.optim.optimizer.state
+    short_of_memory(monkeypatch, worker, 20, seen)
+    message = r"an update of the actor, with one sequence of 30 tokens.*actor\.gradient_checkpointing=full"
+    with pytest.raises(ConfigError, match=message):
+        rehearse(made, 10, 20)
+    assert not worker.optim.has_gradient
+
+
+def test_a_cache_that_does_not_fit_is_named_with_one_that_does(monkeypatch):
+    made = models()
+    worker, empty = made.trained, torch.empty
+    size = kv_bytes_per_token(worker)
+    config = worker.loaded.module.config
+    assert size == 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+
+    def short(*shape, **options):
+        if options.get("dtype") is torch.uint8 and shape[0] > limit:
+            raise torch.OutOfMemoryError("planted")
+        return empty(*shape, **options)
+
+    limit = 10**9
+    rehearse(made, 10, 20, kv_tokens=8000)
+    state = sum(int(8 * p.numel()) for p in worker.module.parameters())
+    monkeypatch.setattr(torch, "empty", short)
+    limit = max(5500 * size // config.num_hidden_layers, state)
+    assert limit < 8000 * size // config.num_hidden_layers, "the moments are the larger of both"
+    with pytest.raises(ConfigError, match=r"a cache of 8000 tokens.*set rollout\.kv_cache_tokens=[4567]000"):
+        rehearse(made, 10, 20, kv_tokens=8000)
