@@ -7,7 +7,7 @@
 A line of JSON for each check: its name, `ok` (null where it was skipped, with the reason), seconds, and what it found
 or the error with its place. A check that fails leaves the others alone; where it has lost the device, those that are
 left run in a new process. Exit code 0: none failed; 1: some did; 2: there is no CUDA device. Models are random and
-small, but for `update`, which takes the shape of recipes/gsm8k_qwen3_0.6b.yaml.
+small, but for `recipe` and `update`, which take the sizes of recipes/gsm8k_qwen3_0.6b.yaml; `recipe` stays in 24 GB.
 """
 
 from __future__ import annotations
@@ -162,6 +162,54 @@ def flex(device: Any) -> dict[str, Any]:
     return {"refused": refused, "compiled_s": seconds}
 
 
+def varlen(device: Any) -> dict[str, Any]:
+    """torch's varlen_attn where sequences are empty or short, heads grouped, windows small and keys cut off."""
+    import torch
+
+    try:
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn
+    except ImportError as error:
+        raise SkipError(f"torch {torch.__version__} has no varlen_attn: {error}") from error
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    lengths, found, refused = (5, 0, 1, 130, 64), {}, {}
+    ends = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    total, longest = sum(lengths), max(lengths)
+    used = torch.tensor([min(n, 40) for n in lengths], dtype=torch.int32, device=device)
+    cases = {
+        "causal": {"window_size": (-1, 0)},
+        "window": {"window_size": (7, 0)},
+        "all": {"window_size": (-1, -1)},
+        "keys cut off": {"window_size": (-1, -1), "seqused_k": used},
+    }
+    for size in (64, 128, 256):
+        torch.manual_seed(size)
+        wide = torch.randn(total, 16, size, device=device, dtype=dtype)
+        q, k, v = (x.detach().requires_grad_() for x in (wide[:, :8], wide[:, 8:10], wide[:, 10:12]))  # strided views
+        for name, options in cases.items():
+            where, trained = f"{name}, {size}", "seqused_k" not in options
+            with torch.set_grad_enabled(trained):
+                try:
+                    sides = (ends, ends, longest, longest)
+                    out, lse = varlen_attn(
+                        q, k, v, *sides, return_aux=AuxRequest(lse=True), scale=0.1, enable_gqa=True, **options
+                    )
+                except (NotImplementedError, RuntimeError) as error:
+                    refused[where] = str(error).splitlines()[0][:200]
+                    continue
+                wanted, wanted_lse = _segments(q, k, v, lengths, options)
+                off = {"out": out.float() - wanted, "lse": lse.float().nan_to_num(neginf=0.0) - wanted_lse}
+                if trained:
+                    weight = torch.randn_like(wanted)
+                    own, other = (torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (out.float(), wanted))
+                    off |= {f"d{n}": a.float() - b.float() for n, a, b in zip("qkv", own, other, strict=True)}
+            found[where] = {n: round(float(x.detach().abs().max()), 4) for n, x in off.items()}
+            need(all(x < 6e-2 for x in found[where].values()), f"{where} differs from the formula: {found[where]}")
+    if not found and device.type != "cuda":
+        raise SkipError(f"varlen_attn does not run on {device.type}")
+    need(found and not refused, f"refused: {refused}")
+    return {"off": found}
+
+
 def tokens(device: Any) -> dict[str, Any]:
     """Steps that are replayed draw what the same steps draw one by one."""
     from whet.rollout.engine.engine import EmbeddedEngine
@@ -181,6 +229,69 @@ def tokens(device: Any) -> dict[str, Any]:
         found[family] = f"{equal} of {len(drawn[0])} completions are equal"
         need(equal == len(drawn[0]), f"{family}: {found[family]}")
     return found
+
+
+def kept(device: Any) -> dict[str, Any]:
+    """Captures of a first rollout, of the same again, and of one after an update: the aim is some, none and none."""
+    import torch
+
+    from whet.rollout.engine import cuda_graph
+    from whet.rollout.engine.engine import EmbeddedEngine
+
+    made, capture = [0], cuda_graph.StepGraphs._capture
+
+    def counted(graphs: Any, body: Any) -> Any:
+        made[-1] += 1
+        return capture(graphs, body)
+
+    cuda_graph.StepGraphs._capture = counted  # type: ignore[method-assign]
+    try:
+        model = _model("Qwen3").to(device)
+        engine = EmbeddedEngine(model, max_batch=24)
+        for version in (0, 0, 1):
+            if version:
+                with torch.no_grad():
+                    model.lm_head.weight.mul_(1.01)
+                engine.update(version)
+            _drawn(engine)
+            made.append(0)
+    finally:
+        cuda_graph.StepGraphs._capture = capture  # type: ignore[method-assign]
+    need(device.type != "cuda" or made[0], f"nothing was captured: {engine.backends['steps']}")
+    return {"captures": dict(zip(("first", "again", "after an update"), made, strict=False))}
+
+
+def vllm(device: Any) -> dict[str, Any]:
+    """vLLM in this process: what a sleep frees, the same tokens after a reload, and how many whet draws too."""
+    import importlib.util
+
+    import torch
+
+    from whet.config import RolloutConfig
+    from whet.rollout.engine.engine import EmbeddedEngine
+
+    if importlib.util.find_spec("vllm") is None:
+        raise SkipError("vLLM is not installed")
+    from whet.rollout.vllm import VLLMEngine
+
+    model = _model("Qwen3").to(device=device, dtype=torch.bfloat16)
+    engine = VLLMEngine(model, decode=lambda ids: "", config=RolloutConfig(max_batch_size=24, max_prompt_length=128))
+    free = lambda: torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    try:
+        first, awake = _drawn(engine), free()
+        engine.sleep()
+        freed = free() - awake
+        engine.wake()
+        engine.update(1, iter(model.named_parameters()))
+        again = _drawn(engine)
+        backends = dict(engine.backends)
+    finally:
+        engine.close()
+    need(again == first, f"{sum(a == b for a, b in zip(first, again))} of {len(first)} completions are equal")
+    need(device.type != "cuda" or freed > 0, "a sleep frees nothing")
+    own = _drawn(EmbeddedEngine(model, max_batch=24))[24:]  # the greedy ones
+    equal = sum(a == b for a, b in zip(own, first[24:], strict=True))
+    return {**backends, "freed": freed, "greedy as the embedded engine's": f"{equal} of {len(own)}"}
 
 
 def masked(device: Any) -> dict[str, Any]:
@@ -305,6 +416,49 @@ def update(device: Any, shape: str = "qwen3-0.6b", batch: int = 32, most: int = 
     return found
 
 
+def recipe(
+    device: Any, shape: str = "qwen3-0.6b", batch: int = 32, most: int = 1024, memory: float = 24e9
+) -> dict[str, Any]:
+    """Two steps of the gsm8k recipe's sizes by `whet grpo` in 24 GB, with the settings that its plan chooses."""
+    import torch
+
+    from whet.cli import commands
+    from whet.config import load_run
+
+    tokenizer, usual = tasks.char_tokenizer(), commands.free_gpu_memory
+    cuda = device.type == "cuda"
+    with tempfile.TemporaryDirectory() as folder:
+        tasks.make_model(Path(folder) / "model", shape, tokenizer)
+        rows = tasks.make_rows(tasks.Workload(prompt=128, max_tokens=most, prompts=batch), 2, tokenizer)
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (Path(folder) / "rows.jsonl").write_text(lines, encoding="utf-8")
+        config = load_run(
+            [
+                f"model={folder}/model", f"data={folder}/rows.jsonl", f"trainer.run_dir={folder}/run",
+                f"reward={Path(tasks.__file__)}:letters_reward", "algo.num_generations=8", "algo.beta=0",
+                f"data.batch_size={batch}", "rollout.max_prompt_length=512", "trainer.max_steps=2",
+                f"rollout.max_tokens_to_generate={most}", "trainer.view=lines", "trainer.rehearse=true",
+            ]
+        )  # fmt: skip
+        free = torch.cuda.mem_get_info(device) if cuda else (memory, memory)
+        commands.free_gpu_memory = lambda: min(memory, free[0])
+        if cuda:
+            torch.cuda.set_per_process_memory_fraction(min(1.0, memory / free[1]), device)
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            commands.grpo(config)
+        finally:
+            commands.free_gpu_memory = usual
+            if cuda:
+                torch.cuda.set_per_process_memory_fraction(1.0, device)
+        lines = (Path(folder) / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        chosen = (Path(folder) / "run/config.yaml").read_text(encoding="utf-8").splitlines()
+    kinds = ("time/", "memory/", "perf/tokens", "sampler_trainer/prob")
+    last = {n: v for n, v in json.loads(lines[-1]).items() if n.startswith(kinds)}
+    keys = ("max_tokens_per_microbatch", "gradient_checkpointing", "kv_cache_tokens")
+    return {**last, "chosen": [line.strip() for line in chosen if line.strip().startswith(keys)]}
+
+
 def offload(device: Any) -> dict[str, Any]:
     """What lies on the host between uses comes back to the bit."""
     import torch
@@ -328,8 +482,8 @@ def offload(device: Any) -> dict[str, Any]:
 CHECKS: dict[str, Callable[[Any], dict[str, Any]]] = {
     f.__name__: f
     for f in (
-        captures, engines, second_device, fallback, threads, flex, tokens, masked, rest, blocking, sanitizer, kernels,
-        update, offload,
+        captures, engines, second_device, fallback, threads, flex, varlen, tokens, kept, masked, rest, vllm, blocking,
+        sanitizer, kernels, recipe, update, offload,
     )
 }  # fmt: skip
 """By name, in order: what would give wrong tokens or end a run, then memory, then speed."""
@@ -347,6 +501,26 @@ def _product(device: Any, seed: int = 0) -> tuple[Callable[[], Any], Callable[[i
     start = x.clone()
     step = lambda: (torch.relu(x @ w) @ w,)
     return step, lambda number: x.copy_(start * (number + 1)), lambda: step()[0]
+
+
+def _segments(q: Any, k: Any, v: Any, lengths: Sequence[int], options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Attention within segments by its formula, in fp32: the result, and the log-sum-exp [heads, tokens]."""
+    import torch
+
+    left, right = options["window_size"]
+    used = options["seqused_k"].tolist() if "seqused_k" in options else lengths
+    outs, sums, start = [], [], 0
+    for count, keys in zip(lengths, used, strict=True):
+        own = slice(start, start + count)
+        a, b, c = (x[own].float().transpose(0, 1) for x in (q, k, v))
+        b, c = (x[:, :keys].repeat_interleave(q.shape[1] // k.shape[1], 0) for x in (b, c))
+        row, column = torch.arange(count, device=q.device)[:, None], torch.arange(keys, device=q.device)
+        seen = (column >= row - left if left >= 0 else column >= 0) & (column <= row if right == 0 else column >= 0)
+        scores = (a @ b.mT * 0.1).masked_fill(~seen, -torch.inf)
+        outs.append((scores.softmax(-1) @ c).transpose(0, 1))
+        sums.append(scores.logsumexp(-1))
+        start += count
+    return torch.cat(outs), torch.cat(sums, 1)
 
 
 def _model(family: str) -> Any:

@@ -169,7 +169,7 @@ def test_products_in_bf16_add_what_an_adapter_adds_though_a_merged_weight_would_
                 parts = [rounded_where_peft_rounds(layer, x) for layer in layers.values()]
                 got = product(x)
             want, sure = (torch.cat(part, -1) for part in zip(*parts, strict=True))
-            assert torch.equal(got[sure], want[sure]) and sure.double().mean() > 0.9
+            assert torch.equal(got[sure], want[sure]) and sure.double().mean() > 0.8
         with torch.no_grad():
             layers["a"].lora_B["default"].weight.mul_(2.0)
         product.refresh()

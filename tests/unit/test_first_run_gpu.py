@@ -78,12 +78,16 @@ def test_where_the_device_is_lost_the_rest_runs_in_a_new_process(script, monkeyp
 def test_the_checks_themselves_pass_on_a_cpu(script, started, monkeypatch):
     monkeypatch.setattr(script, "FAMILIES", ("Mistral",))
     monkeypatch.setattr(script, "MAX_TOKENS", 4)
-    monkeypatch.setitem(script.CHECKS, "update", lambda d: script.update(d, shape="tiny", batch=2, most=4))
+    small = {"shape": "tiny", "batch": 2, "most": 4}
+    monkeypatch.setitem(script.CHECKS, "update", lambda d: script.update(d, **small))
+    monkeypatch.setitem(script.CHECKS, "recipe", lambda d: script.recipe(d, **small))
     said = []
     script.run([name for name in script.CHECKS if name not in ("flex", "rest")], CPU, said.append)
     assert [row["check"] for row in said if row["ok"] is False] == [], said
-    assert {row["check"] for row in said if row["ok"] is None} >= {"second_device"}
+    assert {row["check"] for row in said if row["ok"] is None} >= {"second_device", "varlen", "vllm"}
     found = {row["check"]: row.get("found") for row in said}
+    assert any("microbatch" in line for line in found["recipe"]["chosen"])
+    assert found["kept"]["captures"] == {"first": 0, "again": 0, "after an update": 0}
     assert found["tokens"]["Mistral"] == "48 of 48 completions are equal" and found["kernels"]["steps"] > 4
     assert any("captures,engines,tokens" in command for command in started)  # in processes of their own
 
@@ -91,3 +95,16 @@ def test_the_checks_themselves_pass_on_a_cpu(script, started, monkeypatch):
 def test_flex_that_refuses_a_usual_model_is_a_failure(script):
     row = script.check("flex", CPU)
     assert row["ok"] is False and "no backward pass on cpu" in row["error"]
+
+
+def test_varlen_is_compared_with_its_formula(script, monkeypatch):
+    import torch.nn.attention.varlen as module
+
+    def attend(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux, scale, enable_gqa, **options):
+        return script._segments(q, k, v, torch.diff(cu_q).tolist(), options)
+
+    monkeypatch.setattr(module, "varlen_attn", attend)
+    row = script.check("varlen", CPU)
+    assert row["ok"] and len(row["found"]["off"]) == 12 and not any(row["found"]["off"]["keys cut off, 64"].values())
+    monkeypatch.setattr(module, "varlen_attn", lambda *a, **o: tuple(x + 0.1 for x in attend(*a, **o)))
+    assert "differs from the formula" in script.check("varlen", CPU)["error"]

@@ -140,7 +140,12 @@ class RLTask(Task):
             completion = max(1, positions - prompt)
         kv_tokens = 0
         if self.cluster.cluster_config.rollout_engine == "embedded":
-            kv_tokens = rollout.kv_cache_tokens or rollout.max_batch_size * (prompt + completion)
+            learner, algo = self.learner, self.learner.algo_config
+            rows = (learner.config.rollout_micro_batch_size or learner.data.batch_size) * getattr(
+                algo, "num_generations", 1
+            )
+            rows = min(rollout.max_batch_size, max(rows, len(self._eval_prompts or ())))
+            kv_tokens = rollout.kv_cache_tokens or rows * (prompt + completion)
         rehearse(self.cluster, prompt, completion, kv_tokens=kv_tokens)
 
     # ---- settings and inputs ----------------------------------------------------------------------------

@@ -135,7 +135,10 @@ def load_model(
 def _load_prompt_tuned(model: Any, device: torch.device | str, role: str) -> LoadedModel:
     """Loads a prompt-tuned PEFT model. Raises ConfigError: a model with a score head, or an unknown head."""
     if role not in ("actor", "reference"):
-        raise ConfigError(f"prompt tuning is for language models, not for a {role}; give peft.LoraConfig")
+        raise ConfigError(
+            "peft_config tunes a prompt, which only a language model reads; here the model has a score head "
+            "(a reward model or a critic): give peft.LoraConfig"
+        )
     loaded = load_model(model.get_base_model(), device=device, role=role)
     if loaded.lm_head.kind == "unknown":
         raise ConfigError(

@@ -175,7 +175,9 @@ def _generate(module: Any, ids: Tensor, request: Request, *, num_generations: in
     try:
         mask = torch.ones_like(prompts)
         with prompt_in_generate(module):
-            return module.generate(prompts, attention_mask=mask, generation_config=generation_config, **arguments)
+            return module.generate(
+                input_ids=prompts, attention_mask=mask, generation_config=generation_config, **arguments
+            )
     finally:
         base.generation_config = own_config
 

@@ -226,10 +226,13 @@ def test_a_forked_child_prints_as_if_there_were_no_bar(root, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Dead())
     setup_logging()
     handler = logging.getLogger().handlers[0]
+    live = lambda: (
+        getattr(handler.console, "_live_stack", None) or getattr(handler.console, "_live", None)
+    )  # of rich 14
     with Progress(2):
-        assert hasattr(sys.stdout, "rich_proxied_file") and handler.console._live_stack
+        assert hasattr(sys.stdout, "rich_proxied_file") and live()
         if (child := os.fork()) == 0:
-            os._exit(int(hasattr(sys.stdout, "rich_proxied_file") or bool(handler.console._live_stack)))
+            os._exit(int(hasattr(sys.stdout, "rich_proxied_file") or bool(live())))
         assert os.waitpid(child, 0)[1] == 0
     if (child := os.fork()) == 0:  # nothing left to undo
         os._exit(int(progress.terminal_console() is not handler.console))

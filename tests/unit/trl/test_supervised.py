@@ -267,6 +267,21 @@ def test_a_reference_read_ahead_reads_other_rows_before_a_run_and_with_an_adapte
             trainer(tmp_path, "DPO", precompute_ref_log_probs=True, **kwargs)
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("IA3Config", "peft_config is of the class IA3Config: .* give peft.LoraConfig"),
+        ("PromptTuningConfig", r"tunes a prompt, which only a language model reads.*reward model"),
+    ],
+)
+def test_a_reward_model_refuses_other_adapters_than_lora_with_the_reason(kind, message, tmp_path):
+    more = {"num_virtual_tokens": 3} if kind == "PromptTuningConfig" else {}
+    config = getattr(pytest.importorskip("peft"), kind)(task_type="SEQ_CLS", **more)
+    tiny_model().save_pretrained(tmp_path / "base")
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path / "out", "Reward", model=str(tmp_path / "base"), peft_config=config)
+
+
 @pytest.mark.parametrize("method", KINDS)
 def test_data_sets_are_held_as_token_ids_under_trl_s_columns_and_are_needed(method, tmp_path):
     columns = {"SFT": {"input_ids", "labels"}, "DPO": {"prompt_ids", "chosen_ids", "rejected_ids"},

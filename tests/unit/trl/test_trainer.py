@@ -918,7 +918,7 @@ def test_transformers_samples_from_a_model_with_a_learned_prompt(kind, by, tmp_p
 def test_what_can_t_be_sampled_or_adapted_is_refused_with_the_reason(tmp_path, caplog):
     peft = pytest.importorskip("peft")
     with pytest.raises(
-        ValueError, match="peft_config is a IA3Config: whet saves, resumes and switches off PEFT's LoRA"
+        ValueError, match="peft_config is of the class IA3Config: whet saves, resumes and switches off PEFT's LoRA"
     ):
         trainer(tmp_path, peft_config=peft.IA3Config(task_type="CAUSAL_LM"))
     config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")

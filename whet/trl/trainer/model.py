@@ -82,8 +82,8 @@ def _to_whet_lora(peft_config: Any, model: str | nn.Module, *, trust: bool) -> L
     if type(peft_config).__name__ != "LoraConfig":
         kind = type(peft_config).__name__
         raise ConfigError(
-            f"peft_config is a {kind}: whet saves, resumes and switches off PEFT's LoRA, and its prompt tuning on a "
-            "base that is not quantized; give peft.LoraConfig"
+            f"peft_config is of the class {kind}: whet saves, resumes and switches off PEFT's LoRA, and its prompt "
+            "tuning on a base that is not quantized; give peft.LoraConfig"
         )
     if field := _unsupported_field(peft_config):
         raise ConfigError(
