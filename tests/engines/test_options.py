@@ -5,6 +5,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+import transformers
 from tiny import build, letters, prompts, requests, run
 from transformers import GenerationConfig
 
@@ -26,6 +27,7 @@ from whet.rollout.hf import HFEngine
 from whet.types import Prompt
 
 STOPS = (4, 8, 12)
+OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24)
 CHANGING = [
     {"sequence_bias": {(5,): 3.0, (7, 9): -4.0, (11,): -2.0}},
     {"sequence_bias": [[[5], 3.0], [[7, 9], -4.0]]},
@@ -144,7 +146,10 @@ def test_fields_of_whets_own_mean_the_same_where_transformers_carries_them_out(m
     "options",
     [
         {"top_h": 1, "typical_p": 0.999, "epsilon_cutoff": 0.999, "eta_cutoff": 1e-9},
-        {"no_repeat_ngram_size": 1, "exponential_decay_length_penalty": [-1, 2], "forced_eos_token_id": [4, 63]},
+        pytest.param(
+            {"no_repeat_ngram_size": 1, "exponential_decay_length_penalty": [-1, 2], "forced_eos_token_id": [4, 63]},
+            marks=pytest.mark.skipif(OLD, reason="transformers 5.17 makes NaN of −inf in this penalty"),
+        ),
         {"sequence_bias": {(0,): float("-inf"), (1, 2, 3): 1.0}, "bad_words_ids": [[0, 63]], "typical_p": None},
         {"num_beams": 2, "length_penalty": -3, "early_stopping": "never"},
     ],

@@ -1,5 +1,6 @@
 """Every recipe is a configuration that whet takes as it is."""
 
+import random
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, RunConfig, SFTRunConfig, load_run, load_supervised
 from whet.data.sources import load_rows
 from whet.util.package_files import recipe_path
+from whet.util.references import resolve_module
 
 SUPERVISED = {"sft": SFTRunConfig, "rm": RMRunConfig, "dpo": DPORunConfig}
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
@@ -29,7 +31,8 @@ def test_a_recipe_parses_and_its_batches_divide(path):
         return
     made = load_run(words, {"ppo": PPORunConfig, "grpo": RunConfig}[command])
     assert made.trainer.resolve_batch_sizes(made.data.batch_size).full == made.data.batch_size
-    assert made.actor.model and made.data.path and made.reward_names
+    assert made.actor.model and made.data.path
+    assert made.reward_names or made.rollout.has_environment_class
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)
@@ -48,3 +51,17 @@ def test_the_rows_of_the_smollm2_recipes_are_pairs_and_tagged_answers_that_evalu
     assert not {row["prompt"] for row in heldout} & {row["prompt"] for row in (*pairs, *tagged)}
     assert (len(pairs), len(heldout), len(tagged)) == (2000, 128, 192)
     assert re.fullmatch(r"<answer>-?\d+</answer>", tagged[0]["response"])
+
+
+def test_halving_wins_every_guessing_game_and_the_starting_conversations_are_games():
+    module = resolve_module(f"{RECIPES[0].parent}/guess_env.py", "environment")
+    for row in load_rows(f"{RECIPES[0].parent}/guess_env.py:rows"):
+        game, left, turns = module.Guess(), module.LETTERS, 0
+        game.reset("", row["letter"])
+        while not game.done:
+            place, turns = len(left) // 2, turns + 1
+            answer = game.step({"content": left[place]})
+            left = left[place + 1 :] if answer == ">" else left[:place]
+        assert turns <= 3 and game.get_reward() == 1.0
+    said = [module._conversation(random.Random(seed)) for seed in range(20)]
+    assert all([m["role"] for m in one] == ["user", "assistant"] * (len(one) // 2) for one in said)

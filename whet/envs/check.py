@@ -260,6 +260,6 @@ def _differing(played: Sequence[Sequence[_Played]]) -> Iterator[str]:
         if not same or a.error != b.error:
             yield (
                 f"row {a.prompt.row}, agent {a.agent}: a second episode with the same turns went another way; a "
-                "resumed run does not repeat it: draw from a seed in the row"
+                "resumed run does not repeat it: draw from a seed in the row, or set rollout.answers_dir"
             )
             return

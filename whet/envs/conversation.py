@@ -6,21 +6,25 @@ The loop is `run_turns` (multi_turn.py); the token ids are in a ChatTranscript (
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from whet.config.rollout import RolloutConfig
 from whet.data.prompts import PromptEncoder
-from whet.envs.environment import ENVIRONMENT_REWARD, EnvironmentInstance
+from whet.envs.environment import ENVIRONMENT_REWARD, Call, EnvironmentInstance, with_observation
 from whet.envs.failures import EpisodeFailures
 from whet.envs.multi_turn import run_turns, stand_in
-from whet.envs.script import Script
+from whet.envs.recorded import DivergedError, RecordedAnswers, Tape
+from whet.envs.script import Script, load_script
 from whet.envs.tool_calls import ToolTemplate
 from whet.envs.tool_episodes import PROMPT
+from whet.envs.tools import ToolCounts
 from whet.envs.transcript import ChatTranscript
 from whet.errors import DataError, InfrastructureError, RewardError, format_value
 from whet.rewards.checked_values import error_from_exception
@@ -50,6 +54,7 @@ class Conversation:
         episode_timeout_s: of an episode, from its beginning.
         failures: what follows when one of them raises, is late or returns something that is not a list of messages: the
             run ends, or the episode does, without a reward (finish_reason "error"). None = the run ends.
+        answers: where answers are recorded, and found again; None = they are not.
     Raises: ConfigError: the class has tools, and the chat template has none.
     """
 
@@ -66,29 +71,78 @@ class Conversation:
         tool_timeout_s: float | None = 30.0,
         episode_timeout_s: float | None = None,
         failures: EpisodeFailures | None = None,
+        answers: RecordedAnswers | None = None,
     ) -> None:
         self.script, self.encode = script, encode
         self.max_turns, self.max_tokens, self.max_length = max_turns, max_tokens, max_length
         self.end_ids, self.timeout_s = end_ids, timeout_s
         self.tool_timeout_s, self.episode_timeout_s = tool_timeout_s, episode_timeout_s
-        self.failures = failures or EpisodeFailures()
+        self.failures, self.answers = failures or EpisodeFailures(), answers
         kind = script.environment
         has_tools = kind is not None and bool(kind.tool_names)
         self._template = ToolTemplate(encode.tokenizer, encode.template.options, end_ids) if has_tools else None
 
+    @classmethod
+    def from_config(
+        cls,
+        config: RolloutConfig,
+        encode: PromptEncoder,
+        *,
+        end_ids: Sequence[int],
+        max_length: int | None,
+        failures: EpisodeFailures,
+    ) -> Conversation:
+        """The episodes of a configuration. Args: as in the class."""
+        return cls(
+            load_script(config.env_path, turns=config.max_turns),
+            encode,
+            end_ids=end_ids,
+            max_turns=config.max_turns,
+            max_tokens=config.most_tokens,
+            max_length=max_length,
+            timeout_s=config.turn_timeout_s,
+            tool_timeout_s=config.tool_timeout_s,
+            episode_timeout_s=config.episode_timeout_s,
+            failures=failures,
+            answers=None if config.answers_dir is None else RecordedAnswers(config.answers_dir),
+        )
+
     def run_episode(self, episode: Episode, sampling: Sampling) -> Turns:
         """Runs an episode. Args: sampling: its max_tokens is that of one turn."""
-        return self.failures.run_with_retries(episode, lambda: self._run_once(episode, sampling))
+        return self.failures.run_with_retries(episode, lambda: self._replay_or_run(episode, sampling))
 
-    def _run_once(self, episode: Episode, sampling: Sampling) -> Turns:
+    def _replay_or_run(self, episode: Episode, sampling: Sampling) -> Turns:
+        """Runs an episode with its recorded answers, or with the environment where they do not fit."""
+        if self.answers is None:
+            return (yield from self._run_once(episode, sampling, None))
+        if (record := self.answers.find(episode)) is not None:
+            try:
+                return (yield from self._run_once(episode, sampling, replace(record, place=0)))
+            except DivergedError:
+                episode.rewind()
+        tape = Tape(replays=False)
+        completions = yield from self._run_once(episode, sampling, tape)
+        if completions[-1].finish_reason != "error":
+            self.answers.write(episode, tape)
+        return completions
+
+    def _run_once(
+        self, episode: Episode, sampling: Sampling, tape: Tape | None
+    ) -> Generator[Any, Any, list[Completion]]:
         kind = self.script.environment
         limits = {"timeout_s": self.timeout_s, "tool_timeout_s": self.tool_timeout_s}
         instance = None if kind is None else EnvironmentInstance(kind, **limits)
         end = math.inf if self.episode_timeout_s is None else time.monotonic() + self.episode_timeout_s
         transcript = self._transcript(episode.prompt)
+
+        def ask(name: str, calls: Generator[ExternalCall, Any, Any]) -> Generator[ExternalCall, Any, Any]:
+            told = self._told(calls, end)
+            return told if tape is None else tape.ask(name, transcript.context, told)
+
         try:
             if instance is not None:
-                prompt = yield from self._told(instance.reset(episode.prompt, self.encode), end)
+                observation = yield from ask("reset", instance.reset(episode.prompt))
+                prompt = with_observation(episode.prompt, observation, self.encode, f"reset of {self.script.name}")
                 if prompt is not episode.prompt:
                     transcript = self._transcript(prompt)
             added = len(transcript.prompt.tokens) - len(episode.prompt.tokens)  # by reset
@@ -97,7 +151,7 @@ class Conversation:
                 episode,
                 sampling,
                 transcript,
-                lambda: self._respond(instance, transcript, end),
+                lambda: self._respond(instance, transcript, ask),
                 max_turns=self.max_turns,
                 max_tokens=self.max_tokens - added,
                 max_length=self.max_length,
@@ -108,8 +162,12 @@ class Conversation:
             if instance is not None and instance.of.has_reward:
                 final = 0.0
                 if instance.of.has_final_reward:
-                    final = yield from self._told(instance.get_reward(), end)
+                    final = yield from ask("get_reward", instance.get_reward())
                 episode.rewards[ENVIRONMENT_REWARD] = final + math.fsum(transcript.turn_rewards.values())
+            if tape is not None and instance is not None:
+                if tape.replays:
+                    instance.counts = ToolCounts(**tape.counts)
+                tape.counts = dataclasses.asdict(instance.counts)
             info = {"status": status} if status == "finished" else {"status": status, "failure": "model"}
         except RewardError as error:
             reason, info = "error", self.failures.add(error, episode)
@@ -163,14 +221,14 @@ class Conversation:
         return ChatTranscript(prompt, self.encode, end_ids=self.end_ids, parse=parse)
 
     def _respond(
-        self, instance: EnvironmentInstance | None, transcript: ChatTranscript, end: float
+        self, instance: EnvironmentInstance | None, transcript: ChatTranscript, ask: Callable[..., Call]
     ) -> Generator[ExternalCall, Any, list[Message]]:
         """The environment's messages. Raises RewardError: it raised, was late, or returned something else."""
         if instance is not None:
             name = f"step of {self.script.name}"
-            answer = yield from self._told(instance.respond(transcript.messages[-1]), end)
+            answer = yield from ask("respond", instance.respond(transcript.messages[-1]))
             if instance.of.has_turn_reward:
-                reward = yield from self._told(instance.get_reward("get_turn_reward"), end)
+                reward = yield from ask("get_turn_reward", instance.get_reward("get_turn_reward"))
                 if not math.isnan(reward):
                     transcript.turn_rewards[transcript.turns - 1] = reward
         else:
@@ -178,7 +236,7 @@ class Conversation:
             copied = copy.deepcopy(list(transcript.messages))
             assert interact is not None
             call = ExternalCall(function=lambda: interact(copied), name=name, timeout_s=self.timeout_s)
-            answer = yield from self._told(_waiting(call), end)
+            answer = yield from ask("interact", _waiting(call))
         _check_messages(answer, name)
         return [dict(m) for m in answer]
 

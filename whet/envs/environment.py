@@ -134,12 +134,12 @@ class EnvironmentInstance:
         self._instance: Any = None
         self._tools: Tools = of.tools
 
-    def reset(self, prompt: Prompt, encode: PromptEncoder) -> Generator[ExternalCall, Any, Prompt]:
+    def reset(self, prompt: Prompt) -> Call:
         """Creates the instance and resets it.
 
-        Args: prompt: of the group. encode: its encoder.
-        Returns: the prompt of the episode, with what `reset` has returned.
-        Raises: DataError: a column is named "prompt" besides the prompt; `reset` returned something else.
+        Args: prompt: of the group.
+        Returns: what `reset` has returned, for `with_observation`.
+        Raises: DataError: a column is named "prompt" besides the prompt.
         """
         if "prompt" in prompt.columns:
             raise DataError(
@@ -156,11 +156,7 @@ class EnvironmentInstance:
         observation = yield self._call(create, "reset", phase="reset")
         functions = {name: getattr(self._instance, name) for name in self.of.tool_names}
         self._tools = self.of.tools.with_functions(functions, self._limits)
-        if observation is None:
-            return prompt
-        unlimited = copy.copy(encode)  # what the environment says counts for the episode, not for the row's prompt
-        unlimited.max_prompt_length = None
-        return with_observation(prompt, observation, unlimited, f"reset of {self.of.name}")
+        return observation
 
     def respond(self, message: Message) -> Generator[ExternalCall, Any, Any]:
         """Runs the calls of a turn, or `step` if it has none. Returns: what answers it; [] = the episode ends."""
@@ -218,21 +214,25 @@ def with_observation(prompt: Prompt, observation: Any, encode: PromptEncoder, na
     >>> with_observation(encode({"prompt": "2+2", "answer": "4"}), " = ?", encode, "reset").source
     '2+2 = ?'
     """
+    if observation is None:
+        return prompt
+    encode = copy.copy(encode)  # what the environment says counts for the episode, not for the row's prompt
+    encode.max_prompt_length = None
     source = prompt.source
     is_messages = isinstance(observation, list | tuple) and all(isinstance(m, Mapping) for m in observation)
     if is_messages and not encode.is_plain(source):
         before = [{"role": "user", "content": source}] if isinstance(source, str) else source
         source = [*before, *map(dict, observation)]
-    elif observation is not None and not isinstance(observation, str):
+    elif not isinstance(observation, str):
         raise DataError(
             f"{name} returned {format_value(observation, 80)}; return a text, messages (where the prompt is one of "
             "messages too), or None"
         )
     elif isinstance(source, str):
-        source += observation or ""
+        source += observation
     else:
         *first, last = source
-        source = [*first, {**last, "content": last["content"] + (observation or "")}]
+        source = [*first, {**last, "content": last["content"] + observation}]
     encoded = encode({encode.prompt_column or "prompt": source, **prompt.columns}, prompt.row)
     if encoded is None:
         raise DataError(f"row {prompt.row}: the prompt with the text of {name} is too long; raise max_prompt_length")

@@ -10,6 +10,7 @@ functions. A resumed evaluation must have the same settings, and reuses the rewa
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -68,7 +69,14 @@ class EvalFolder:
         self._lock.release()
 
     def begin(
-        self, config: Any, draws: Mapping[str, Any], judged_by: str, prompts: Sequence[Prompt]
+        self,
+        config: Any,
+        draws: Mapping[str, Any],
+        judged_by: str,
+        prompts: Sequence[Prompt],
+        names: Sequence[str],
+        *,
+        own: Sequence[str] = (),
     ) -> list[EvalBatch]:
         """Writes the evaluation's settings, and reads the batches of an earlier attempt.
 
@@ -76,6 +84,8 @@ class EvalFolder:
             draws: all settings on which the completions depend, as plain values.
             judged_by: the hash of the reward functions.
             prompts: in order.
+            names: of the rewards.
+            own: those that episodes bring, which stay when other functions judge.
         Returns: the batches in order; without rewards if other reward functions computed them.
         Raises: ConfigError: the folder has completions of other settings. CheckpointError: a file can't be read.
         """
@@ -95,7 +105,8 @@ class EvalFolder:
                 raise ConfigError(
                     f"out={self.path} holds other completions:\n  {lines}\nput these back, or give another out"
                 )
-            batches = self._read_batches(prompts, draws["num_generations"], keep_rewards=same)
+            kept = names if same else own
+            batches = self._read_batches(prompts, draws["num_generations"], names, kept)
         self.completions.mkdir(exist_ok=True)
         write_atomic(settings_path, (to_json(settings, indent=1) + "\n").encode())
         write_atomic(self.path / "config.yaml", dump(config).encode())
@@ -110,44 +121,58 @@ class EvalFolder:
         """Writes results.json."""
         write_atomic(self.path / "results.json", (to_json({"format": FORMAT, **results}, indent=1) + "\n").encode())
 
-    def _read_batches(self, prompts: Sequence[Prompt], generations: int, *, keep_rewards: bool) -> list[EvalBatch]:
-        """The batches of the folder, from the first prompt up to the first gap."""
+    def _read_batches(
+        self, prompts: Sequence[Prompt], generations: int, names: Sequence[str], kept: Sequence[str]
+    ) -> list[EvalBatch]:
+        """The batches of the folder, from the first prompt up to the first gap. Args: names, kept: of rewards."""
         batches: list[EvalBatch] = []
         place = 0
         while place < len(prompts) and (path := self.completions / f"eval-{place:06d}.parquet").is_file():
             columns, rewards = read_completions(path)
-            count, remainder = divmod(len(columns["row"]), generations)
-            batch_prompts = prompts[place : place + count]
-            if remainder or columns["row"] != [p.row for p in batch_prompts for _ in range(generations)]:
+            for name in ("info", "seconds"):
+                columns[name] = [json.loads(value) if value else {} for value in columns[name]]
+            episodes = list(dict.fromkeys(zip(columns["row"], columns["generation"], strict=True)))  # without forks
+            batch_prompts = prompts[place : place + len(episodes) // generations]
+            if episodes != [(p.row, g) for p in batch_prompts for g in range(generations)]:
                 raise CheckpointError(
                     f"{path} has other rows than the data; remove it: it and the later files are sampled again"
                 )
-            if rewards and not keep_rewards:
-                self.write(place, columns, {})
-            groups = [
-                _group(prompt, columns, rewards if keep_rewards else {}, slice(i * generations, (i + 1) * generations))
-                for i, prompt in enumerate(batch_prompts)
-            ]
-            batches.append(EvalBatch(first=place, groups=groups, has_rewards=keep_rewards and bool(rewards)))
-            place += count
+            old, rewards = rewards, {name: rewards[name] for name in kept if name in rewards}
+            if old.keys() - rewards.keys():
+                self.write(place, columns, rewards)
+            rows = np.array(columns["row"])
+            groups = [_group(p, columns, rewards, np.flatnonzero(rows == p.row)) for p in batch_prompts]
+            batches.append(EvalBatch(first=place, groups=groups, has_rewards=rewards.keys() >= set(names)))
+            place += len(batch_prompts)
         return batches
 
 
-def _group(prompt: Prompt, columns: Mapping[str, list[Any]], rewards: Mapping[str, list[float]], at: slice) -> Group:
-    """A prompt with its stored completions."""
-    names = ("tokens", "logprobs", "version", "finish_reason", "generation")
-    completions = tuple(
-        Completion(
-            tokens=np.array(tokens, np.int32),
-            logprobs=np.array(logprobs, np.float32),
-            versions=np.full(len(tokens), version, np.int32),
-            finish_reason=finish_reason,
-            generation=generation,
-        )
-        for tokens, logprobs, version, finish_reason, generation in zip(*(columns[n][at] for n in names), strict=True)
-    )
+def _group(
+    prompt: Prompt, columns: Mapping[str, list[Any]], rewards: Mapping[str, list[float]], places: np.ndarray
+) -> Group:
+    """A prompt with its stored completions. Args: places: of them in the columns."""
+    completions = tuple(_completion(prompt, {name: columns[name][i] for name in columns}) for i in places)
+    ends = {columns["generation"][i]: i for i in places}.values()
     return Group(
-        prompt=prompt, completions=completions, rewards={n: np.array(v[at], np.float64) for n, v in rewards.items()}
+        prompt=prompt,
+        completions=completions,
+        rewards={name: np.array([values[i] for i in ends], np.float64) for name, values in rewards.items()},
+    )
+
+
+def _completion(prompt: Prompt, stored: Mapping[str, Any]) -> Completion:
+    """A stored completion. Args: stored: its columns."""
+    prefix = np.array(stored["prompt_tokens"], np.int32)
+    return Completion(
+        tokens=np.array(stored["tokens"], np.int32),
+        logprobs=np.array(stored["logprobs"], np.float32),
+        versions=np.array(stored["versions"], np.int32),
+        finish_reason=stored["finish_reason"],
+        generation=stored["generation"],
+        info=stored["info"],
+        seconds=stored["seconds"],
+        prefix=None if np.array_equal(prefix, prompt.tokens) else prefix,
+        messages=tuple(json.loads(stored["completion"])) if "turns" in stored["info"] else None,
     )
 
 

@@ -29,7 +29,9 @@ from whet.data.read_errors import iterate_rows
 from whet.data.sources import load_rows
 from whet.data.templates import uses_chat_template
 from whet.data.text_parts import decode_ids
-from whet.envs import load_script
+from whet.envs import Conversation, load_script
+from whet.envs.environment import ENVIRONMENT_REWARD
+from whet.envs.failures import EpisodeFailures
 from whet.errors import ConfigError, DataError, lookup_error, nearest
 from whet.evaluation.columns import make_completion_columns
 from whet.evaluation.estimators import Estimate, resolve_ks
@@ -45,7 +47,7 @@ from whet.parallel.processes import join_processes
 from whet.rewards.reward_batch import RewardBatch
 from whet.rollout.build import make_sampling
 from whet.rollout.sampler import Sampler
-from whet.run.provenance import weights_digest
+from whet.run.provenance import source_of, weights_digest
 from whet.storage.files import finite_or_none
 from whet.types import Group, Prompt
 
@@ -121,7 +123,7 @@ def evaluate(
         tokenizer: None = the model's.
         keys: further keys of EvalRunConfig: num_generations, temperature, max_tokens, seed, k, limit, out, answer_fn,
             ..., and whole sections as mappings: rollout={"top_p": 0.95}. Plain text takes the chat template only
-            with data={"apply_chat_template": True}, as in Sampler.
+            with the key data.apply_chat_template, as in Sampler: **{"data.apply_chat_template": True}.
     Returns: the results; with out= they are also written to that folder.
     Raises: ConfigError, DataError, RewardError: as the command does. With out= the finished completions are kept.
 
@@ -193,10 +195,17 @@ class Evaluator:
         self.tokenizer = config.tokenizer if tokenizer is None else tokenizer
         self.data = config.data.path if data is None else data
         self.reward = reward
+        rollout = config.sampling
+        turns = rollout.max_turns
+        self.script = None if rollout.env_path is None else load_script(rollout.env_path, turns=turns)
+        """The environment."""
+        environment = None if self.script is None else self.script.environment
+        self.own_reward = ENVIRONMENT_REWARD if environment is not None and environment.has_reward else None
+        """The name of the reward that the episodes bring; None = they bring none."""
         required = {
             "model": self.model,
             "data": self.data,
-            "reward": reward if reward is not None else config.reward_names,
+            "reward": reward if reward is not None else config.reward_names or self.own_reward,
         }
         if missing := [name for name, value in required.items() if value is None or value == ()]:
             raise ConfigError(
@@ -257,14 +266,15 @@ class _Work:
 
     def __init__(self, evaluator: Evaluator, sampler: Sampler, folder: EvalFolder | None) -> None:
         self.config, self.sampler, self.folder = evaluator.config, sampler, folder
-        self.ranks = evaluator.ranks
+        self.ranks, self.script = evaluator.ranks, evaluator.script
+        self.own_rewards = () if evaluator.own_reward is None else (evaluator.own_reward,)
         c = self.config.sampling
         self.name = sampler.loaded.name
         self.start_time, self.tokens = time.monotonic(), 0
         self.best_and_worst = BestAndWorst()
         self.prompts, self.num_dropped = self._encode(evaluator.data)
         self.source_column = self._find_source_column()
-        self.manager = make_reward_manager(self.config, sampler, evaluator.reward)
+        self.manager = make_reward_manager(self.config, sampler, evaluator.reward, has_own=bool(self.own_rewards))
         self.manager.check(list(dict.fromkeys(name for p in self.prompts for name in p.columns)))
         self.manager.check_answers((prompt.row, prompt.columns) for prompt in self.prompts)
         fns = self.manager.fns  # pass_reward also decides which answers are correct
@@ -276,6 +286,20 @@ class _Work:
         log.info("%s: %d prompts, %d completion(s) of each", self.name, len(self.prompts), self.generations)
         sampling = make_sampling(c, sampler.eos_ids, sampler.tokenizer)
         self.sampling = sampler.limit_lengths(sampling, self.prompts, fixed=False)
+        self.conversation = None
+        if c.has_turns:
+            self.sampling = [sampling] * len(self.prompts)  # an episode limits its own turns
+            self.conversation = Conversation.from_config(
+                c,
+                self.encode,
+                end_ids=sampler.eos_ids if c.eos_tokens is None else c.eos_tokens,
+                max_length=sampler.longest,
+                failures=EpisodeFailures(
+                    self.config.on_reward_error,
+                    on_infrastructure="retry" if c.on_infrastructure_failure == "retry" else "mask",
+                    max_retries=c.max_retries,
+                ),
+            )
         if num_short := sum(s.max_tokens < c.max_tokens_to_generate for s in self.sampling):
             log.warning(
                 "%d of %d prompts leave less than rollout.max_tokens_to_generate=%d of the %s tokens of the context; "
@@ -292,8 +316,8 @@ class _Work:
         rows = load_rows(data, split=c.split, subset=c.subset, limit=c.limit)
         if c.eval_fraction:
             _, rows = hold_out(rows, c.eval_fraction, c.eval_fraction_seed)
-        script = None if rollout.env_path is None else load_script(rollout.env_path)
-        encode = self.sampler.encoder(
+        script = self.script
+        self.encode = encode = self.sampler.encoder(
             sections=True,
             tools=None if script is None else script.tools,
             prompt_column=c.prompt_column,
@@ -334,7 +358,17 @@ class _Work:
     def batches(self) -> Iterator[EvalBatch]:
         """All prompts with their completions, in batches: those of an earlier attempt, then new ones."""
         done, folder = 0, self.folder
-        begin = lambda: [] if folder is None else folder.begin(self.config, *self._identity(), self.prompts)
+        begin = lambda: (
+            []
+            if folder is None
+            else folder.begin(
+                self.config,
+                *self._identity(),
+                self.prompts,
+                [*self.own_rewards, *self.manager.fns],
+                own=self.own_rewards,
+            )
+        )
         for batch in self.ranks.call_on_writer(begin):
             done = batch.first + len(batch.groups)
             yield batch
@@ -352,7 +386,12 @@ class _Work:
         """The groups of consecutive prompts."""
         span = slice(places[0], places[-1] + 1)
         return self.sampler.sample(
-            self.prompts[span], self.sampling[span], num_generations=self.generations, seed=self.seed, first=places[0]
+            self.prompts[span],
+            self.sampling[span],
+            num_generations=self.generations,
+            seed=self.seed,
+            first=places[0],
+            run_episode=None if self.conversation is None else self.conversation.run_episode,
         )
 
     def compute_rewards(self, batch: EvalBatch, progress: Progress) -> list[PromptResult]:
@@ -372,19 +411,25 @@ class _Work:
         progress.update(batch.first + len(batch.groups), value=reward, tokens_per_s=speed)
         return results
 
-    def _decode(self, groups: Sequence[Group]) -> list[list[str]]:
-        return [[self.sampler.decode(c.tokens) for c in g.completions] for g in groups]
+    def _decode(self, groups: Sequence[Group]) -> list[list[Any]]:
+        """The texts, or of episodes with turns the messages."""
+        return [
+            [list(c.messages) if c.messages else self.sampler.decode(c.tokens) for c in g.completions] for g in groups
+        ]
 
-    def _write(self, batch: EvalBatch, texts: Sequence[Sequence[str]], rewards: RewardBatch | None) -> None:
+    def _write(self, batch: EvalBatch, texts: Sequence[Sequence[Any]], rewards: RewardBatch | None) -> None:
         """Writes a batch. Args: rewards: None = not computed yet."""
         if self.folder is None:
             return
-        count = sum(len(g.completions) for g in batch.groups)
-        totals = [None] * count if rewards is None else rewards.total.tolist()
+        if rewards is None:
+            rewards = self.manager.recorded(batch.groups, texts, mode=Mode.EVAL)
+            names, totals = [n for n in self.own_rewards if n in rewards.table], [None] * len(rewards.trajectory_of)
+        else:
+            names, totals = sorted(rewards.table), rewards.total[rewards.trajectory_of].tolist()
         columns = make_completion_columns(
             batch.groups, texts, totals, functools.partial(decode_ids, self.sampler.tokenizer)
         )
-        self.folder.write(batch.first, columns, {} if rewards is None else dict(sorted(rewards.table.items())))
+        self.folder.write(batch.first, columns, {n: rewards.table[n][rewards.trajectory_of] for n in names})
 
     def _identity(self) -> tuple[dict[str, Any], str]:
         """The inputs that the completions and their rewards depend on."""
@@ -399,6 +444,8 @@ class _Work:
             "sampling": sampling,
             "rollout_engine": dump_tree(self.config.rollout_engine),
         }
+        if self.conversation is not None and self.script is not None:
+            draws["environment"] = source_of(self.script.code)[1:]
         return draws, hash_reward_functions(self.manager, [columns])
 
     def summarize(self, results: Sequence[PromptResult], seconds: float) -> Evaluation:

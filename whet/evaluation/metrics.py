@@ -18,6 +18,7 @@ from whet.evaluation.estimators import Estimate, estimate, majority_at_k, pass_a
 from whet.rewards.call import function_name
 from whet.rewards.library import ANSWERS, READ_BY
 from whet.rewards.reward_batch import RewardBatch
+from whet.rewards.text import text_of
 from whet.util.references import is_ref, resolve_callable
 
 __all__ = ["AnswerFn", "PromptResult", "compute_metrics", "compute_passed", "prompt_results", "resolve_answer_fn"]
@@ -45,7 +46,7 @@ class PromptResult:
     table: Mapping[str, np.ndarray]
     """float64 [n] for each reward function, unweighted."""
     lengths: np.ndarray
-    """int [n]: tokens, stop token included."""
+    """int [n]: tokens, stop token included; of an episode with turns also those of the environment."""
     truncated: np.ndarray
     """bool [n]: ended by max_tokens."""
     answers: Sequence[Hashable | None]
@@ -61,6 +62,8 @@ def prompt_results(rewarded: RewardBatch, *, source_column: str | None, read: An
     results = []
     for i, (group, texts) in enumerate(zip(rewarded.groups, rewarded.texts, strict=True)):
         part = rewarded.group_of == i
+        ends = {c.generation: place for place, c in enumerate(group.completions)}  # the last fork of each
+        last, places = list(ends.values()), [list(ends).index(c.generation) for c in group.completions]
         source = group.prompt.columns.get(source_column) if source_column is not None else None
         results.append(
             PromptResult(
@@ -68,9 +71,9 @@ def prompt_results(rewarded: RewardBatch, *, source_column: str | None, read: An
                 source=None if source_column is None else NO_SOURCE if source is None else str(source),
                 totals=rewarded.total[part],
                 table={name: values[part] for name, values in rewarded.table.items()},
-                lengths=np.array([len(c.tokens) for c in group.completions]),
-                truncated=np.array([c.finish_reason == "length" for c in group.completions]),
-                answers=[_read_answer(read, text, group.prompt.row) for text in texts],
+                lengths=np.bincount(places, [len(c.tokens) for c in group.completions]).astype(int),
+                truncated=np.array([group.completions[i].finish_reason == "length" for i in last]),
+                answers=[_read_answer(read, text_of(texts[i]), group.prompt.row) for i in last],
             )
         )
     return results

@@ -27,13 +27,16 @@ from whet.util.model_paths import model_folder
 __all__ = ["hash_reward_functions", "make_reward_manager"]
 
 
-def make_reward_manager(config: EvalRunConfig, sampler: Sampler, reward_fns: Any = None) -> RewardManager:
+def make_reward_manager(
+    config: EvalRunConfig, sampler: Sampler, reward_fns: Any = None, *, has_own: bool = False
+) -> RewardManager:
     """The reward functions of an evaluation.
 
     Args:
         config: its reward functions, weights, reward model and limits.
         sampler: of the model that is evaluated.
         reward_fns: one function or a list, in place of config.reward; None = config.reward.
+        has_own: the episodes bring a reward, so there may be no functions.
     Raises: ConfigError: as RewardManager does, or the reward model can't be loaded.
     """
     fns = list(config.reward_names) if reward_fns is None else reward_fns
@@ -46,6 +49,7 @@ def make_reward_manager(config: EvalRunConfig, sampler: Sampler, reward_fns: Any
         on_error=config.on_reward_error,
         timeout_s=config.reward_timeout_s,
         workers=config.reward_workers,
+        groups_have_rewards=has_own,
     )
 
 

@@ -47,18 +47,11 @@ def make_episode_runner(
     config = cluster.rollout_for(mode)
     if not config.has_turns:
         return None
-    return Conversation(
-        load_script(config.env_path, turns=config.max_turns),
-        encode,
-        end_ids=cluster.eos_ids,
-        max_turns=config.max_turns,
-        max_tokens=config.most_tokens,
-        max_length=_longest(cluster, mode),
-        timeout_s=config.turn_timeout_s,
-        tool_timeout_s=config.tool_timeout_s,
-        episode_timeout_s=config.episode_timeout_s,
-        failures=failures,
-    ).run_episode
+    longest = _longest(cluster, mode)
+    conversation = Conversation.from_config(
+        config, encode, end_ids=cluster.eos_ids, max_length=longest, failures=failures
+    )
+    return conversation.run_episode
 
 
 def make_agent_episodes(

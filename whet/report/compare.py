@@ -117,10 +117,11 @@ def write_comparison(groups: Sequence[Sequence[str]], tables: Mapping[str, Seque
     Returns: the page.
     Raises: ConfigError: the file can't be written.
     """
-    cell = lambda kind, text: f'<{kind} class="n">{html.escape(text)}</{kind}>'
+    shape = lambda text: ' class="n"' if len(text) <= 24 else ""  # longer texts break into lines
+    cell = lambda kind, text: f"<{kind}{shape(text)}>{html.escape(text)}</{kind}>"
     row = lambda kind, cells: f"<tr><th>{html.escape(cells[0])}</th>{''.join(cell(kind, c) for c in cells[1:])}</tr>"
     names = html.escape(" · ".join(group[0] for group in groups))
-    parts = [f"<h1>{names}</h1>"]
+    parts = []
     for group in groups:
         if len(group) > 1:
             parts.append(f"<p>{html.escape(', '.join(group))} differ only in the seed: mean ± standard deviation</p>")
@@ -130,7 +131,8 @@ def write_comparison(groups: Sequence[Sequence[str]], tables: Mapping[str, Seque
         parts.append(f'<div class="scroll"><table>{"".join(lines)}</table></div>' if lines else "<p>no difference</p>")
     style = (Path(__file__).with_name("page") / "page.css").read_text(encoding="utf-8")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{names}</title>'
-    text = f'<!doctype html>\n<html lang="en">{head}<style>{style}</style><main>{"".join(parts)}</main></html>\n'
+    body = f'<header class="top"><h1>{names}</h1></header><main>{"".join(parts)}</main>'
+    text = f'<!doctype html>\n<html lang="en">{head}<style>{style}</style>{body}</html>\n'
     try:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         Path(out).write_text(text, encoding="utf-8", errors="replace")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def write_report(
     Args:
         runs: run folders, drawn over each other; the first one is in front.
         out: folder of the report. Files of an earlier report in it are replaced.
-        max_mb: megabytes of completions, about. Beyond it, training steps are left out evenly, and the page says so.
+        max_mb: megabytes of completions, about. Beyond it, steps are left out evenly, and the page says so.
         find_warnings: a run's data (see `run_data`) -> its warnings: `step`, `metric`, `message`.
     Returns: the page.
     Raises: ConfigError: a folder is no run, two runs are the same, or `out` can't be written.
@@ -48,6 +49,8 @@ def write_report(
     out = Path(out)
     try:
         (out / "data").mkdir(parents=True, exist_ok=True)
+        for old in (out / "data").glob("[0-9]*-[te]*-[0-9]*.js"):
+            old.unlink()
         for i, (run, data) in enumerate(zip(runs, shown, strict=True)):
             data["warnings"] = find_warnings(data) if find_warnings is not None else []
             files = completion_files(run)
@@ -78,15 +81,20 @@ def page_text(title: str, *, live: bool = False) -> str:
 def keep_within(files: Sequence[CompletionFile], sizes: Sequence[int], limit: float) -> list[CompletionFile]:
     """The files of completions that a report shows: all if they fit, else every k-th of each mode, with the last one.
 
-    Args: files: by step. sizes: bytes of each. limit: bytes of those that are kept, about.
+    Args: files: by step. sizes: bytes of each. limit: bytes of those that are kept, about; evaluations, which are few,
+        get up to half of it before training does.
 
     >>> files = [CompletionFile(Path(f"train-{i}.parquet"), "train", i) for i in range(1, 7)]
     >>> [f.step for f in keep_within(files, [10] * 6, 30)]
     [2, 4, 6]
     """
-    total = sum(sizes)
-    every = max(1, -(-total // max(1, int(limit))))
-    kept = [f for mode in ("train", "eval") for f in [g for g in files if g.mode == mode][::-1][::every]]
+    kept: list[CompletionFile] = []
+    left = limit / 2
+    for mode in ("eval", "train"):
+        own = [(f, size) for f, size in zip(files, sizes, strict=True) if f.mode == mode][::-1]
+        every = max(1, math.ceil(sum(size for _, size in own) / max(1.0, left)))
+        kept += [f for f, _ in own[::every]]
+        left = limit - sum(size for _, size in own[::every])
     return sorted(kept, key=lambda f: (f.step, f.mode))
 
 

@@ -86,8 +86,12 @@ class Episode:
         self._draws = 0
 
     def restart(self) -> None:
-        """Begins it again, with the same draws and without rewards."""
+        """Begins another attempt, with the same draws and without rewards."""
         self.attempts += 1
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Begins the attempt again."""
         self._draws = 0
         self.rewards.clear()
 

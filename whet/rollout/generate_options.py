@@ -169,7 +169,10 @@ def _generate(module: Any, ids: Tensor, request: Request, *, num_generations: in
     if sampling.temperature > 0:
         fields |= {"temperature": float(sampling.temperature), "top_k": sampling.top_k, "top_p": sampling.top_p}
         fields["min_p"] = sampling.min_p or None
-    generation_config = GenerationConfig(**fields, **validate_options(dict(sampling.generation_kwargs)))
+    options = validate_options(dict(sampling.generation_kwargs))
+    if options.get("sequence_bias"):  # older releases take the token 0 only in a mapping
+        options["sequence_bias"] = {tuple(tokens): bias for tokens, bias in options["sequence_bias"]}
+    generation_config = GenerationConfig(**fields, **options)
     base = module.get_base_model() if is_prompt_tuned(module) else module
     own_config, base.generation_config = base.generation_config, GenerationConfig()
     try:

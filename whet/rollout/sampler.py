@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -34,7 +34,7 @@ from whet.observe.environment import trained_dtype
 from whet.rollout.base import PartialOutput, Request, RolloutEngine, Sampling
 from whet.rollout.build import make_engine, make_sampling
 from whet.rollout.choose import AUTO, choose_engine
-from whet.rollout.driver import Rollouts, single_turns, stream
+from whet.rollout.driver import Episode, Rollouts, Turns, single_turns, stream
 from whet.rollout.generate_options import num_beams, validate_options
 from whet.rollout.text import as_batch, encode_texts, pad_left
 from whet.types import Group, Message, Prompt
@@ -362,6 +362,7 @@ class Sampler:
         num_generations: int = 1,
         seed: int,
         first: int = 0,
+        run_episode: Callable[[Episode, Sampling], Turns] | None = None,
     ) -> list[Group]:
         """Completes prompts, ids in and ids out.
 
@@ -370,6 +371,7 @@ class Sampler:
             sampling: of all prompts, or of each, as `limit_lengths` returns them: they may differ in max_tokens.
             seed: with a prompt's place and the generation, the key of its draws.
             first: index of the first prompt, so that a list in several calls draws as in one.
+            run_episode: the generator function of an episode of several turns; None = one completion.
         Returns: a group for each prompt.
         """
         first_sampling = sampling if isinstance(sampling, Sampling) else sampling[0]
@@ -379,8 +381,15 @@ class Sampler:
                 "same; set a temperature above 0"
             )
         rollouts = Rollouts(self.engine(first_sampling), next_id=self._next_id)
-        self._next_id += len(prompts) * num_generations
-        return rollouts.run(single_turns(prompts, sampling, num_generations=num_generations, rng_key=(seed, 0, first)))
+        episodes = single_turns(prompts, sampling, num_generations=num_generations, rng_key=(seed, 0, first))
+        if run_episode is not None:
+            for episode in episodes:
+                episode.run = lambda e: run_episode(e, first_sampling)
+        try:
+            return rollouts.run(episodes)
+        finally:
+            self._next_id = rollouts.next_id
+            rollouts.close()
 
     def stream(
         self, prompt: Prompt, sampling: Sampling, *, seed: int | None, place: int = 0, conversation: int | None = None

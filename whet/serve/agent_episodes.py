@@ -3,7 +3,7 @@
     async def agent(base_url, api_key, row):        # plain functions run in a thread
         client = AsyncOpenAI(base_url=base_url, api_key=api_key)
         ...                                         # as many calls as it likes
-        return reward                               # a number, or None where it does not apply
+        return reward           # a number, a list with one for each turn, or None where it does not apply
 
 The agent owns the loop: an episode waits for its next call, samples the turn, and answers. A Session records the turns
 as sequences to train on. Left out on purpose: several agents in one episode with rewards of their own.
@@ -15,6 +15,7 @@ import asyncio
 import copy
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
@@ -140,11 +141,13 @@ class AgentEpisodes:
         """The sequences to train on, with the reward. Raises RewardError: the agent failed, which ends the run."""
         reason: FinishReason | None = None
         info: dict[str, Any] = {"status": "finished"}
+        rewards: list[float] = []
         try:
             if end.error is not None and out_of_context and not isinstance(end.error, CallTimeoutError):
                 info, reason = {"status": "out of context", "failure": "model"}, "length"  # the agent gave up
             else:
-                episode.rewards[AGENT_REWARD] = self._reward(end, session, episode)
+                rewards = self._rewards(end, session, episode)
+                episode.rewards[AGENT_REWARD] = math.fsum(rewards)
         except RewardError as error:
             info, reason = dict(self.failures.add(error, episode)), "error"
         info["turns"] = session.turns
@@ -154,23 +157,33 @@ class AgentEpisodes:
             info["forks"] = session.forks
         if not session.sequences:
             return [stand_in(episode, info, reason or "length")]
-        return [_sequence(sequence, episode, info, reason) for sequence in session.sequences]
+        of_turn = {}
+        if isinstance(end.value, list | tuple) and rewards:
+            of_turn = {id(output): reward for output, reward in zip(session.outputs, rewards, strict=True)}
+        return [_sequence(sequence, episode, info, reason, of_turn) for sequence in session.sequences]
 
-    def _reward(self, end: AgentEnd, session: Session, episode: Episode) -> float:
-        """The agent's reward; NaN = it does not apply. Raises RewardError: it has none."""
+    def _rewards(self, end: AgentEnd, session: Session, episode: Episode) -> list[float]:
+        """The agent's reward, or those of its turns; NaN = it does not apply. Raises RewardError: it has none."""
         if isinstance(end.error, CallTimeoutError):
             raise RewardError(f"{end.error}; give its calls limits of their own, or raise rollout.agent_timeout_s")
         if end.error is not None:
             raise error_from_exception(f"the {self.name}", end.error, __file__) from end.error
-        checked = check_values([end.value], [f"{episode.prompt.row}_{episode.generation}"], name=self.name)
-        if checked.wrong:
+        by_turn = isinstance(end.value, list | tuple)
+        values = list(end.value) if by_turn else [end.value]
+        if by_turn and len(values) != session.turns:
+            raise RewardError(
+                f"the {self.name} returned {len(values)} rewards for {session.turns} turns of the model; return one "
+                "for each call in the order of their answers, or one number for all"
+            )
+        checked = check_values(values, [f"{episode.prompt.row}_{episode.generation}"] * len(values), name=self.name)
+        if checked.wrong or (by_turn and np.isnan(checked.rewards).any()):
             raise RewardError(
                 f"the {self.name} returned {format_value(end.value, 80)}; return its reward, a finite number, or None "
-                "where it does not apply"
+                "where it does not apply; or a list of finite numbers, one for each turn of the model"
             )
         if not session.sequences:
             raise RewardError(f"the {self.name} returned without a call of the model; call it at base_url")
-        return float(checked.rewards[0])
+        return [float(reward) for reward in checked.rewards]
 
 
 async def _run_agent(function: Callable[[], Any], inbox: Inbox, name: str, timeout_s: float | None) -> None:
@@ -195,14 +208,28 @@ def _refuse(calls: Sequence[AgentCall]) -> None:
 
 
 def _sequence(
-    sequence: TokenSequence, episode: Episode, info: Mapping[str, Any], reason: FinishReason | None
+    sequence: TokenSequence,
+    episode: Episode,
+    info: Mapping[str, Any],
+    reason: FinishReason | None,
+    rewards: Mapping[int, float],
 ) -> Completion:
-    """A sequence to train on. Args: reason: why the episode ended; None = as the sequence's last turn did."""
+    """A sequence to train on.
+
+    Args:
+        reason: why the episode ended; None = as the sequence's last turn did.
+        rewards: id of a turn's output -> its reward, at the turn's last token; {} = turns have none.
+    """
     result = completion(*sequence.parts, generation=episode.generation, info=info)  # pyright: ignore[reportArgumentType]
     before, after = _split_messages(sequence.messages, episode.prompt.source)
     changes: dict[str, Any] = {"messages": tuple(after), "finish_reason": reason or result.finish_reason}
     if not np.array_equal(sequence.prefix, episode.prompt.tokens):
         changes |= {"prefix": sequence.prefix, "info": {**info, PROMPT: before}}
+    if rewards:
+        columns = [np.zeros(len(p if isinstance(p, np.ndarray) else p.tokens)) for p in sequence.parts]
+        for column, part in zip(columns, sequence.parts, strict=True):
+            column[-1:] = rewards.get(id(part), 0.0)
+        changes["token_rewards"] = np.concatenate(columns)
     return replace(result, **changes)
 
 

@@ -82,6 +82,8 @@ class _Node:
     ended: bool
     """Whether the turn ends with a mark."""
     sequence: TokenSequence
+    output: PartialOutput
+    """The turn's tokens."""
     continued: bool = False
     """Whether the sequence goes on behind the turn."""
 
@@ -118,6 +120,11 @@ class Session:
     def turns(self) -> int:
         """Turns of the model."""
         return len(self._nodes)
+
+    @property
+    def outputs(self) -> list[PartialOutput]:
+        """The tokens of each turn, in the order in which they ended."""
+        return [node.output for node in self._nodes]
 
     @property
     def forks(self) -> int:
@@ -179,6 +186,7 @@ class Session:
                     tokens=np.concatenate([turn.tokens, output.tokens]).astype(np.int32),
                     ended=len(output.tokens) > 0 and int(output.tokens[-1]) in self.renderer.end_marks,
                     sequence=sequence,
+                    output=output,
                 )
             )
 

@@ -34,6 +34,7 @@ __all__ = [
     "MemoryPlan",
     "ModelSizes",
     "Part",
+    "ShapesLayout",
     "choose_settings",
     "choose_tokens",
     "free_gpu_memory",
@@ -137,7 +138,7 @@ class MemoryPlan:
         return max(self.rollout, self.update)
 
 
-class _ShapesLayout(Layout):
+class ShapesLayout(Layout):
     """Attention by shapes alone: it keeps what a fused kernel keeps, and notes the bytes of keys and values."""
 
     def __init__(self, tokens: int) -> None:
@@ -145,6 +146,7 @@ class _ShapesLayout(Layout):
         self.kv_bytes: dict[int, int] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """A result of the right shape. Args: as Layout's."""
         self.kv_bytes[layer] = (k.nbytes + v.nbytes) // k.shape[-2]
         return _FusedAttention.apply(q, k, v)  # type: ignore[no-any-return]
 
@@ -187,7 +189,7 @@ def measure_model(role: RoleConfig, *, trained: bool, scores: bool = False) -> M
     in_4_bits -= {module.get_output_embeddings().weight}
     module.set_attn_implementation(ATTENTION)
     first, second = (_saved_bytes(module, tokens) for tokens in _TRIALS)
-    layout = _ShapesLayout(_TRIALS[0])
+    layout = ShapesLayout(_TRIALS[0])
     _run(module, layout, _TRIALS[0])
     ids = {id(p) for p in in_4_bits} if role.quantization is not None else set()
     weight_bytes = sum(p.numel() * (_BYTES_IN_4_BITS if id(p) in ids else dtype.itemsize) for p in module.parameters())
@@ -223,7 +225,7 @@ def _saved_bytes(module: nn.Module, tokens: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        _run(module, _ShapesLayout(tokens), tokens)
+        _run(module, ShapesLayout(tokens), tokens)
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 

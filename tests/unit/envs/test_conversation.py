@@ -440,14 +440,13 @@ def test_a_world_that_fails_loses_no_finished_step(tmp_path):
     assert done and int(done[-1].name.split("-")[1]) == len(rows_kept) > 0
 
 
-def test_whet_eval_takes_an_environments_reward_and_refuses_its_turns(world, tmp_path):
+def test_whet_eval_takes_an_environments_reward_and_turns(world, tmp_path):
     rollout = f"rollout: {{env_path: {world}, max_turns: 3}}\n"
     recipe = "actor: {model: m}\ndata: {path: d.jsonl, eval_path: e.jsonl}\n" + rollout
     (tmp_path / "run.yaml").write_text(recipe)
-    with pytest.raises(ConfigError, match="completes prompts in one turn"):
-        check_eval(load_eval(["--config", str(tmp_path / "run.yaml")]))
-    (tmp_path / "run.yaml").write_text(recipe.replace(", max_turns: 3", ""))
-    assert load_eval(["--config", str(tmp_path / "run.yaml")]).reward == f"{world}:reward_fn"
+    config = load_eval(["--config", str(tmp_path / "run.yaml")])
+    check_eval(config)
+    assert config.reward == f"{world}:reward_fn" and config.sampling.max_turns == 3
 
 
 def test_from_python_interact_may_be_a_function():

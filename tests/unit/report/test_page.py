@@ -48,6 +48,11 @@ def report(tmp_path_factory):
             n = GROUPS * SIZE
             texts = [f"<b>answer {i}</b> " + "word " * (i % 7) for i in range(n)]
             texts[3] = "long " * 9_998 + "at the end"
+            call = {"function": {"name": "add", "arguments": {"a": 1}}}
+            turns = [("assistant", "Let me see."), ("tool", "<b>2</b>"), ("user", [{"k": 1}, {"text": "and"}])]
+            messages = [{"role": role, "content": content} for role, content in turns]
+            texts[4] = json.dumps([messages[0] | {"tool_calls": [call]}, *messages[1:]])
+            texts[5] = '[{"role": 1}]'
             write_completions(
                 folder / name / "completions" / f"{file}.parquet",
                 step=step,
@@ -274,6 +279,15 @@ def test_a_completion_has_an_address_and_a_file(page):
     assert saved["prompt"] == "question 1" and saved["step"] == 600 and saved["functions"] == ["exact", "form"]
 
 
+def test_a_transcript_is_shown_by_its_messages_where_tokens_have_no_colour(page):
+    page.goto(page.url.partition("#")[0] + "#completions/0-train-000600")
+    page.wait_for_selector(".group")
+    message = page.locator(".item").nth(4).locator(".message")
+    shown = ['assistant Let me see.\nadd({"a":1})', "tool <b>2</b>", 'user {"k":1}\nand']
+    assert message.all_inner_texts() == shown
+    assert page.locator(".item").nth(5).locator(".message").count() == 0  # no roles
+
+
 def test_missing_data_are_named(browser, report, tmp_path):
     alone = tmp_path / "index.html"
     alone.write_text(report.read_text())
@@ -294,7 +308,7 @@ CONTRAST = """() => {
     }
     return [255, 255, 255];
   };
-  const texts = [...document.querySelectorAll("h1, h2, b, span, td, th, button, p, label")];
+  const texts = [...document.querySelectorAll("h1, h2, a, b, span, td, th, button, p, label")];
   return Math.min(...texts.filter(n => n.textContent.trim() && !n.disabled && n.checkVisibility()).map(n => {
     const [a, b] = [parse(getComputedStyle(n).color), background(n)].map(luminance);
     return (Math.max(a, b) + .05) / (Math.min(a, b) + .05);

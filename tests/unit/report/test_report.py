@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +12,8 @@ from whet.cli import main
 from whet.cli.report import find_warnings
 from whet.errors import ConfigError
 from whet.report.completions import PART, SEGMENT, TokenTexts, step_scripts
-from whet.report.report import standard_error, write_report
-from whet.report.run_data import metric_columns, run_data
+from whet.report.report import keep_within, standard_error, write_report
+from whet.report.run_data import CompletionFile, metric_columns, run_data
 from whet.storage.completions import write_completions
 
 
@@ -170,12 +171,29 @@ def test_a_prompt_that_comes_twice_in_a_step_is_two_groups(tmp_path):
 
 
 def test_large_runs_leave_out_steps_and_say_so(run, tmp_path):
+    write_report([run], tmp_path / "out")
     write_report([run], tmp_path / "out", max_mb=1e-3)
+    names = {path.name for path in (tmp_path / "out/data").iterdir()}
+    assert names == {
+        "runs.js",
+        *(f"0-{step}{part}.js" for step in ("train-000003", "eval-000003") for part in ("", ".0")),
+    }
     (data,) = received(tmp_path / "out/data/runs.js")[1]
     assert data["left_out"] == 2 and [(c["mode"], c["step"]) for c in data["completions"]] == [
         ("eval", 3),
         ("train", 3),
     ]
+
+
+def test_evaluations_are_kept_before_steps_of_training():
+    files = [CompletionFile(Path(f"{mode}-{i}.parquet"), mode, i) for i in range(1, 9) for mode in ("train", "eval")]
+    sizes = [20 if f.mode == "train" else 1 for f in files]
+
+    def kept(limit, mode):
+        return [f.step for f in keep_within(files, sizes, limit) if f.mode == mode]
+
+    assert kept(168, "train") == kept(168, "eval") == kept(90, "eval") == [*range(1, 9)]
+    assert kept(90, "train") == kept(8, "eval") == [2, 4, 6, 8] and kept(8, "train") == [8]
 
 
 def test_damaged_completions_are_left_out_with_a_warning(run, tmp_path, caplog):

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -57,6 +58,36 @@ def test_the_reward_is_what_the_agent_returns_and_the_messages_are_those_after_i
         assert [m["role"] for m in c.messages] == ["assistant", "user", "assistant"]
         assert c.info["turns"] == 2 and c.info["prompt"][0]["content"] == "Be short."
         assert c.seconds["agent"] >= 0 and c.seconds["engine"] >= 0
+
+
+def rewards_of_turns(base_url, api_key, row):
+    """Two conversations of one call and of two, with the rewards 1, 2 and 4."""
+    question = [{"role": "user", "content": row["prompt"]}]
+    ask(base_url, api_key, [{"role": "user", "content": "first"}])
+    for _ in range(2):
+        question += [ask(base_url, api_key, question), {"role": "user", "content": "Sure?"}]
+    return [1, 2.0, 4]
+
+
+def test_rewards_of_turns_lie_at_their_last_tokens_and_add_up():
+    step, _ = batch_of(learner(rewards_of_turns, algo={"advantage_estimator": "turn_rloo"}))
+    assert step.rewards.table["agent"].tolist() == [7.0] * 6
+    for first, second in zip(*[iter(completions_of(step))] * 2, strict=True):
+        sampled = second.versions >= 0
+        (between,) = np.flatnonzero(np.diff(sampled.astype(int)) < 0)
+        expected = [np.zeros(len(first.tokens)), np.zeros(len(second.tokens))]
+        expected[0][-1], expected[1][between], expected[1][-1] = 1, 2, 4
+        assert [first.token_rewards.tolist(), second.token_rewards.tolist()] == [e.tolist() for e in expected]
+
+
+@pytest.mark.parametrize("returned", [[1.0], [1.0, 2.0, None], [1.0, math.inf, 2.0]])
+def test_a_list_of_rewards_has_a_number_for_each_turn(returned):
+    def agent(base_url, api_key, row):
+        rewards_of_turns(base_url, api_key, row)
+        return returned
+
+    with pytest.raises(RewardError, match=r"for each (call|turn)"):
+        batch_of(learner(agent))
 
 
 def test_an_agent_that_asks_as_the_data_does_has_the_group_s_prompt():

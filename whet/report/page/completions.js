@@ -303,10 +303,27 @@ function fillText(reader, number, segment, from) { // the next FIRST_TEXT charac
   const text = tokens && segment.k !== undefined ? segment.k : segment.t;
   let until = Math.min(text.length, from + FIRST_TEXT);
   reader.number = number;
-  if (tokens) until = fillTokens(reader, segment, text, from, until); else body.append(text.slice(from, until));
-  const next = until < text.length ? [number, until] : number + 1 < step.first[i] + step.numSegments(i) ? [number + 1, 0] : null;
+  const messages = !tokens && from === 0 && step.numSegments(i) === 1 && messagesOf(text);
+  if (messages) body.append(...messages.map(messageBox));
+  else if (tokens) until = fillTokens(reader, segment, text, from, until); else body.append(text.slice(from, until));
+  const next = messages ? null : until < text.length ? [number, until] : number + 1 < step.first[i] + step.numSegments(i) ? [number + 1, 0] : null;
   if (next) body.append(moreText(reader, ...next, text.length - until));
   if (reader.search) markFound(body, reader.search.text);
+}
+
+function messagesOf(text) { // of a transcript that is stored as JSON; null if it is another text
+  if (!text.startsWith('[{"')) return null;
+  try {
+    const found = JSON.parse(text);
+    return found.every(message => typeof message.role === "string") ? found : null;
+  } catch { return null; }
+}
+
+function messageBox({ role, content, tool_calls: calls }) {
+  const plain = value => typeof value === "string" ? value : JSON.stringify(value);
+  const parts = (Array.isArray(content) ? content : [content ?? ""]).map(part => part.text ?? plain(part));
+  const called = (calls || []).map(({ function: f, ...rest }) => f ? `${f.name}(${plain(f.arguments)})` : plain(rest));
+  return el("div", { class: role === "assistant" ? "message" : "message given" }, el("b", { text: `${role} ` }), parts.join("\n"), ...called.map(text => el("div", { class: "call", text })));
 }
 
 function fillTokens({ body, step, i, v }, segment, text, from, until) { // returns where it ends

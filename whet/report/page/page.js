@@ -265,7 +265,9 @@ function chart(title, names, help, floor) {
   box.append(el("header", {}, el("b", { text: title, title: [help, lines[0].name].filter(Boolean).join("\n") }), value));
   const smooth = whet.view.smooth;
   for (const line of lines) line.smooth = line.mode === "train" && smooth > 0 ? smoothed(line.points, smooth) : line.points;
-  const xs = lines.flatMap(l => [l.points[0][0], last(l.points)[0]]), ys = lines.flatMap(l => l.points.map(p => p[1]));
+  const errorAt = (line, step) => line.mode === "eval" && ["reward", "accuracy"].includes(line.name) && evalError(line.run, step) || 0;
+  const xs = lines.flatMap(l => [l.points[0][0], last(l.points)[0]]);
+  const ys = lines.flatMap(l => l.points.flatMap(([, v, step]) => { const error = errorAt(l, step); return error ? [v - error, v + error] : [v]; }));
   const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
   const [low, high] = range(ys, floor);
   const x = v => LEFT + (x1 > x0 ? (v - x0) / (x1 - x0) : .5) * (W - LEFT - RIGHT);
@@ -286,7 +288,7 @@ function chart(title, names, help, floor) {
       continue;
     }
     for (const [a, b, step] of thinned(line.points, 120)) {
-      const error = line.name === "reward" || line.name === "accuracy" ? evalError(line.run, step) : null;
+      const error = errorAt(line, step);
       if (error) drawing.append(svg("line", { class: "error", x1: x(a), x2: x(a), y1: y(b - error), y2: y(b + error), stroke: colour }));
       const dot = svg("circle", { cx: x(a), cy: y(b), r: 2.6, fill: "var(--card)", stroke: colour, "stroke-width": 1.5 });
       dot.append(svg("title", {}, `evaluation at step ${step}: ${short(b)}${error ? ` ± ${short(error)} (standard error)` : ""}`));
@@ -382,14 +384,15 @@ function rewardPanels() { // one for each reward function, if a run has several
 
 function tiles() {
   const run = whet.runs[0], box = el("div", { class: "tiles" });
-  const tile = (name, text) => box.append(el("div", { class: "tile" }, el("span", { text: name }), el("b", { text })));
+  const tile = (name, text, help) => box.append(el("div", { class: "tile", title: help }, el("span", { text: name }), el("b", { text })));
   const first = run.metrics.train.steps.length ? "train" : "eval";
   tile("steps", String(last(run.metrics[first].steps)));
   for (const [mode, name] of [["eval", "accuracy"], ["eval", "reward"], ["eval", "loss"], ["train", "reward"], ["train", "loss"]]) {
     const points = series(run, mode, name);
     if (!points.length || box.children.length > 2) continue;
     if (name === "reward" && column(run, mode, "accuracy")) continue;
-    tile(mode === "eval" ? `held-out ${name}` : name, `${short(points[0][1])} → ${short(last(points)[1])}`);
+    const tenth = mode === "eval" ? 1 : Math.ceil(points.length / 10), mean = some => some.reduce((a, p) => a + p[1], 0) / some.length;
+    tile(mode === "eval" ? `held-out ${name}` : name, `${short(mean(points.slice(0, tenth)))} → ${short(mean(points.slice(-tenth)))}`, tenth > 1 ? `Means of the first and the last ${tenth} steps` : null);
   }
   const times = column(run, "train", "time/step"), tokens = column(run, "train", "num_tokens");
   if (times) tile("time of all steps", seconds(times.reduce((a, b) => a + (b || 0), 0)));
@@ -452,7 +455,7 @@ function timeTab() {
       bars.push({ step: steps[i], parts: [...parts, ["other", Math.max(0, mean(r => whole[r]) - known)]] });
     }
     colours.other = "#c9ced6";
-    const w = 1200, h = 170, total = bar => bar.parts.reduce((a, [, v]) => a + v, 0);
+    const w = Math.min(1200, Math.max(300, document.getElementById("main").clientWidth - 70)), h = 170, total = bar => bar.parts.reduce((a, [, v]) => a + v, 0);
     const sorted = bars.map(total).sort((a, b) => a - b), most = Math.min(last(sorted), 3 * sorted[Math.floor(sorted.length / 2)]) || 1;
     const drawing = svg("svg", { viewBox: `0 0 ${w} ${h + 16}`, role: "img", "aria-label": `time of each step of ${run.name} by phase` });
     const width = (w - 50) / bars.length;

@@ -1,0 +1,101 @@
+"""Recorded answers: a run whose environment never repeats itself is resumed and repeated to the bit."""
+
+import json
+import random
+
+import pytest
+from environment_runs import learner
+from helpers import rows, same, weights_of
+
+from whet.envs.recorded import RecordedAnswers, Tape
+from whet.errors import RewardError
+
+CREATED = []
+
+
+class Weather:
+    """Says something else each time; nothing of it depends on a seed."""
+
+    draw = random.SystemRandom()
+
+    def __init__(self):
+        CREATED.append(self)
+
+    def reset(self, prompt, **columns):
+        return f" [{self.draw.randrange(100)}]"
+
+    def look(self, where: str) -> int:
+        """Looks.
+
+        Args:
+            where: to look.
+        """
+        return self.draw.randrange(1000)
+
+    def step(self, message):
+        self.done = self.draw.random() < 0.2
+        return str(self.draw.randrange(1000))
+
+    def get_turn_reward(self):
+        return None if self.draw.random() < 0.3 else self.draw.random()
+
+    def get_reward(self):
+        return self.draw.random()
+
+
+def asks(messages):
+    """The same as a function."""
+    CREATED.append(messages)
+    return [{"role": "user", "content": str(random.SystemRandom().randrange(1000))}]
+
+
+def train(env, tmp_path, name, *, parts=(2,), answers="answers", evaluates=True):
+    data = rows(8, answer=["1"] * 8)
+    reward = None if env is Weather else lambda completions, **_: [float(len(str(c)) % 7) for c in completions]
+    options = {"answers_dir": str(tmp_path / answers)} if answers else {}
+    CREATED.clear()
+    for last in parts:
+        made = learner(
+            env,
+            reward=reward,
+            rollout=options,
+            max_steps=last,
+            run_dir=str(tmp_path / name),
+            checkpointing_options={"save_interval_steps": 1},
+            **({"eval_every_n_steps": 2} if evaluates else {}),
+            **({"resume": "latest"} if last != parts[0] else {}),
+        )
+        run = made.train(data, data[:2] if evaluates else None)
+    return weights_of(made.cluster.actor.module), {k: v for k, v in run.rows[-1].items() if "time" not in k}
+
+
+@pytest.mark.parametrize("env", [Weather, asks])
+@pytest.mark.full
+def test_a_recorded_run_is_resumed_and_repeated_to_the_bit_without_the_environment(env, tmp_path):
+    whole, row = train(env, tmp_path, "whole")
+    assert CREATED and not same(whole, train(env, tmp_path, "other", answers="elsewhere")[0])
+    again, repeated = train(env, tmp_path, "again")
+    assert same(whole, again) and CREATED == []
+    parts, _ = train(env, tmp_path, "parts", parts=(1, 2))  # it also evaluates after step 1
+    assert same(whole, parts)
+    for name in ("reward/mean", "turns/mean", "tools/call_frequency"):
+        assert row.get(name) == repeated.get(name)
+
+
+def test_an_episode_that_goes_another_way_asks_the_environment_and_is_recorded_anew(tmp_path):
+    train(asks, tmp_path, "first", parts=(1,), evaluates=False)
+    (file,) = (tmp_path / "answers").glob("*-000001-*.jsonl")
+    lines = file.read_text().splitlines()
+    record = json.loads(lines[0])
+    record["calls"][-1][1] = "another"
+    file.write_text("\n".join([json.dumps(record), *lines[1:], '{"key": "torn']) + "\n")
+    train(asks, tmp_path, "second", parts=(1,), evaluates=False)
+    assert len(CREATED) == len(record["calls"])
+    added = json.loads(file.read_text().splitlines()[-1])
+    assert added["key"] == record["key"] and added["calls"] != record["calls"]
+
+
+def test_what_is_no_json_can_not_be_recorded(tmp_path):
+    RecordedAnswers(tmp_path / "new")
+    with pytest.raises(RewardError, match=r"step answered \{1, 2\}, which JSON can't hold"):
+        Tape(replays=False).add("step", [1], {1, 2})
