@@ -2,8 +2,9 @@
 
     python benchmarks/scaling.py --meshes 1,2,2c2,2r2
 
-A mesh is a number of processes, then c and context_parallel_size, r and data_parallel_replicate_size where they are not
-1. torchrun starts it on this machine, with one thread a process. A line of JSON is printed for each:
+A mesh is a number of processes, then c and context_parallel_size, r and data_parallel_replicate_size, t and
+tensor_parallel_size where they are not 1. torchrun starts it on this machine, with one thread a process. A line of JSON
+is printed for each:
 
     tokens_per_s, efficiency     of updates, and by the processes and the speed of the first mesh
     update_s, gather_s, save_s   an update, gathering the whole model as a rollout does, and a checkpoint
@@ -32,11 +33,14 @@ from typing import Any
 import common
 import tasks
 
+NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
+"""Operators in the name space of collectives that send nothing."""
+
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--meshes", default="1,2,2c2,2r2", help="processes, c<context size>, r<replicas>")
+    parser.add_argument("--meshes", default="1,2,2c2,2r2", help="processes, c<context>, r<replicas>, t<tensor>")
     parser.add_argument("--shape", default="25m", choices=list(tasks.SHAPES), help="size of the random model")
     parser.add_argument("--steps", type=int, default=3, help="updates measured, after one for warm-up")
     parser.add_argument("--groups", type=int, default=8, help="prompts of an update, of 64 tokens")
@@ -54,17 +58,19 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def parse_mesh(text: str) -> tuple[int, int, int]:
-    """Processes, context_parallel_size and data_parallel_replicate_size. Raises ValueError: it is no mesh.
+def parse_mesh(text: str) -> tuple[int, int, int, int]:
+    """Processes, and the sizes context_parallel, data_parallel_replicate and tensor_parallel. Raises ValueError.
 
-    >>> parse_mesh("8c2r4"), parse_mesh("2")
-    ((8, 2, 4), (2, 1, 1))
+    >>> parse_mesh("8c2r4"), parse_mesh("2t2")
+    ((8, 2, 4, 1), (2, 1, 1, 2))
     """
-    found = re.fullmatch(r"(\d+)(?:c(\d+))?(?:r(\d+))?", text)
-    size, context, replicas = (int(x or 1) for x in found.groups()) if found else (0, 1, 1)
-    if not found or not size or not context or not replicas or size % context or size % replicas:
-        raise ValueError(f"--meshes {text}: write processes[c<size>][r<size>], of sizes that divide the processes")
-    return size, context, replicas
+    found = re.fullmatch(r"(\d+)(?:c(\d+))?(?:r(\d+))?(?:t(\d+))?", text)
+    size, context, replicas, tensor = (int(x or 1) for x in found.groups()) if found else (0, 1, 1, 1)
+    if not size or not context * replicas * tensor or size % (context * tensor) or size % (replicas * tensor):
+        raise ValueError(
+            f"--meshes {text}: write processes[c<size>][r<size>][t<size>], of sizes that divide the processes"
+        )
+    return size, context, replicas, tensor
 
 
 # ---- one process of a mesh -------------------------------------------------------------------------------------------
@@ -103,7 +109,7 @@ def counted(fn: Any) -> dict[str, dict[str, float]]:
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.namespace == "c10d":
+            if func.namespace in ("c10d", "_c10d_functional") and func._opname not in NO_COLLECTIVES:
                 row = sent.setdefault(func._opname.strip("_"), {"calls": 0, "mb": 0.0})
                 row["calls"] += 1
                 row["mb"] += sum(x.nbytes for x in tree_leaves(args[:1]) if hasattr(x, "nbytes")) / 1e6
@@ -127,25 +133,33 @@ def run_process(job: dict[str, Any]) -> None:
     from whet.train.worker import ModelWorker
 
     torch.set_num_threads(1)
-    size, context, replicas = job["mesh"]
+    size, *sizes = job["mesh"]
     ranks, placement = join_processes(), Placement()
     if size > 1:
         from whet.parallel.fsdp import FSDPPlacement
         from whet.parallel.mesh import make_mesh
 
-        placement = FSDPPlacement(make_mesh("cpu", size, context, replicas), ranks)
+        placement = FSDPPlacement(make_mesh("cpu", size, *sizes), ranks)
     loaded = load_model(job["model"], dtype="float32", device=torch.device("cpu"))
-    budget, optim = job["tokens"] * context, OptimConfig(name="adamw", lr=1e-5)
+    budget, optim = job["tokens"] * sizes[0], OptimConfig(name="adamw", lr=1e-5)
     worker = ModelWorker(loaded, optim=optim, max_tokens=budget, placement=placement)
 
     def loss(x: Any) -> Any:
         return -x.logprobs, {}
 
     batch = RoleTrainer(worker, loss=loss).add_loss_weights(make_batch(job["groups"], job["completions"]))
+    assert worker.optim is not None
     own = {"sent": counted(lambda: worker.forward_backward(batch, loss))}
     whole = lambda x: x.full_tensor() if isinstance(x, DTensor) else x
-    gradients = {name: whole(m.grad).clone() for name, m in worker.optim.masters.items()}
+    gradients, optim, step = {}, worker.optim, worker.optim.step
+
+    def keep_gradients() -> Any:
+        gradients.update({name: whole(m.grad).clone() for name, m in optim.masters.items()})
+        return step()
+
+    optim.step = keep_gradients
     worker.optim_step()
+    optim.step = step
     worker.pop_imbalance()
     resident, times = common.Resident("cpu"), []
     for _ in range(job["steps"]):
@@ -177,7 +191,7 @@ def run_process(job: dict[str, Any]) -> None:
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 
-def run_mesh(args: argparse.Namespace, mesh: tuple[int, int, int], model: Path) -> tuple[dict[str, Any], Any]:
+def run_mesh(args: argparse.Namespace, mesh: tuple[int, int, int, int], model: Path) -> tuple[dict[str, Any], Any]:
     """Starts the processes of a mesh. Returns: what they measured, and the gradients of the first update."""
     import torch
 

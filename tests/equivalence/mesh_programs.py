@@ -8,7 +8,7 @@ import torch.distributed as dist
 from helpers import completion, forest, prompt, random_batch, tiny_model
 from storages import StoragePeak
 from torch.distributed.tensor import DTensor
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from whet.config import OptimConfig
 from whet.metrics import flat
@@ -31,11 +31,30 @@ def sinks_model():
     return GptOssForCausalLM(GptOssConfig(**sizes, **heads, sliding_window=8, attention_dropout=0.0))
 
 
+def biased_model():
+    """Layers whose projections all have a bias, and a head of its own."""
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    biases = {"attention_bias": True, "mlp_bias": True}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, **biases))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
 MODELS = {
     "trees": lambda: tiny_model(),
     "one KV head": lambda: tiny_model(1, num_key_value_heads=1),
     "windows and sinks": sinks_model,
 }
+
+
+def models_of(mesh, every):
+    """The models that run on a mesh: the matrices of some can't be divided."""
+    if mesh[2] == 1:
+        return MODELS
+    return {"trees": MODELS["trees"], **({"biases": biased_model} if every else {})}
 
 
 def batches():
@@ -58,13 +77,13 @@ def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def results(placement, every=True):
+def results(placement, every=True, models=MODELS):
     """Gradients, metrics, logprobs and scores of the models and batches.
 
     Args: placement: makes one. every: with each aggregation; else each aggregation has one or two batches.
     """
     found, turns = {}, itertools.cycle(LOSS_AGG_MODES)
-    for name, model in MODELS.items():
+    for name, model in models.items():
         worker = ModelWorker(load_model(model()), optim=OptimConfig(), max_tokens=80, placement=placement())
         trainer = RoleTrainer(worker, loss=loss)
         for i, batch in enumerate(batches()):
@@ -74,9 +93,10 @@ def results(placement, every=True):
                 weighted = trainer.add_loss_weights(batch)
                 metrics = worker.forward_backward(weighted, loss, entropy=True)
                 found[f"{name}, {i}, {mode}"] = torch.tensor([v for _, v in sorted(flat(metrics).items())])
-                for key, master in worker.optim.masters.items():
-                    found[f"{name}, {i}, {mode}, {key}"] = whole(master.grad)
-                norm = worker.placement.grad_norm([m.grad for m in worker.optim.masters.values()], total_norm)
+                with worker.placement.during("step"):
+                    for key, master in worker.optim.masters.items():
+                        found[f"{name}, {i}, {mode}, {key}"] = whole(master.grad)
+                    norm = worker.placement.grad_norm([m.grad for m in worker.optim.masters.values()], total_norm)
                 found[f"{name}, {i}, {mode}, norm"] = torch.tensor(norm)
                 for p in worker.module.parameters():
                     p.grad = None
@@ -99,16 +119,21 @@ def peak(placement):
 
 
 def on_meshes(rank, size, folder, meshes, every):
-    """The results on each mesh, (context_parallel_size, data_parallel_replicate_size), and its peak."""
+    """The results on each mesh and its peak.
+
+    Args: meshes: each is (context_parallel_size, data_parallel_replicate_size, tensor_parallel_size).
+    """
     from whet.parallel.fsdp import FSDPPlacement
     from whet.parallel.ranks import ProcessRanks
 
     meeting = f"file://{folder / 'meeting'}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=TIMEOUT)
     ranks = ProcessRanks(dist.group.WORLD, TIMEOUT)
-    for context, replicas in meshes:
-        mesh = make_mesh("cpu", size, context, replicas)
+    for sizes in meshes:
+        context, replicas, tensor = sizes
+        mesh = make_mesh("cpu", size, *sizes)
         each = {"sync_each_pass": context == replicas}
         made = lambda mesh=mesh, each=each: FSDPPlacement(mesh, ranks, **each)
-        torch.save((results(made, every), peak(made)), folder / f"{rank}-{context}-{replicas}.pt")
+        found = results(made, every, models_of(sizes, every))
+        torch.save((found, peak(made)), folder / f"{rank}-{context}-{replicas}-{tensor}.pt")
     dist.destroy_process_group()

@@ -11,7 +11,7 @@ import torch
 from processes import as_torchrun
 from safetensors.torch import load_file
 
-SIZE = re.compile(r" *(context_parallel_size|data_parallel_replicate_size): \d+\n")
+SIZE = re.compile(r" *(context_parallel_size|data_parallel_replicate_size|tensor_parallel_size): \d+\n")
 """The size of a mesh in a configuration."""
 
 

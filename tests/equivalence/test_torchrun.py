@@ -180,11 +180,15 @@ def test_every_command_writes_the_run_of_one_process(folders, monkeypatch, names
 
 
 @needs_gloo
-@pytest.mark.full
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("key", ["context_parallel_size", "data_parallel_replicate_size"])
-def test_other_meshes_train_and_resume_as_one_process(folders, monkeypatch, key):
-    names = ("sft-dropout", "grpo-distillation", "ppo-shared")
+@pytest.mark.parametrize("key, names", [
+    ("tensor_parallel_size", ("grpo-lora",)),
+    full("context_parallel_size", ("sft-dropout", "grpo-distillation", "ppo-shared")),
+    full("data_parallel_replicate_size", ("sft-dropout", "grpo-distillation", "ppo-shared")),
+    full("tensor_parallel_size", ("sft", "grpo-updates", "grpo-distillation", "ppo-shared")),
+    full("tensor_parallel_size", ("grpo-reward-model", "grpo-hf", "grpo-hf-lora", "dpo-lora")),
+])  # fmt: skip
+def test_other_meshes_train_and_resume_as_one_process(folders, monkeypatch, key, names):
     steps = ["trainer.max_steps=1"], ["trainer.max_steps=2", "trainer.resume=latest"]
     words = [[*COMMANDS[n], *COMMON, SAVES, *more, f"trainer.run_dir={n}"] for n in names for more in steps]
     run_both(folders, monkeypatch, words, more=[f"trainer.{key}=2"])
@@ -311,6 +315,30 @@ def test_a_checkpoint_of_two_processes_is_resumed_by_one_two_and_four(folders, m
         assert_same_rows(rows_of(one / "run-1"), rows_of(run))
         for path in (one / "run-1").rglob("*.safetensors") if not kind else (one / "run-1/final").glob("*.safetensors"):
             assert_same_tensors(load_file(path), load_file(run / path.relative_to(one / "run-1")), str(path))
+
+
+@needs_gloo
+@pytest.mark.full
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", [[], [SHARDED], [ASYNC]], ids=["whole", "sharded", "async"])
+def test_a_checkpoint_of_two_processes_that_divide_matrices_is_resumed_on_other_meshes(folders, monkeypatch, kind):
+    one, several = folders
+    words = [*RESUMED["adamw"], *kind, SAVES, "data.eval_path=null", "trainer.resume=latest"]
+    part = lambda run, steps, size: [*words, f"trainer.run_dir={run}", f"trainer.max_steps={steps}",
+                                     f"trainer.tensor_parallel_size={size}"]  # fmt: skip
+    monkeypatch.chdir(one)
+    assert main(part("whole", 3, 1)) == 0
+    wait(start(2, run_commands, several, free_port(), [part("1", 1, 2)]), several)
+    for run in ("2", "4"):
+        shutil.copytree(several / "1", several / run)
+    wait(start(2, run_commands, several, free_port(), [part("2", 2, 1), part("2", 3, 2)]), several)
+    wait(start(4, run_commands, several, free_port(), [part("4", 3, 2)]), several)
+    monkeypatch.chdir(several)
+    assert main(part("1", 3, 1)) == 0
+    final = load_file(one / "whole/final/model.safetensors")
+    for run in ("1", "2", "4"):
+        assert_same_rows(rows_of(one / "whole"), rows_of(several / run))
+        assert_same_tensors(final, load_file(several / run / "final/model.safetensors"), run)
 
 
 @needs_gloo

@@ -64,7 +64,7 @@ def test_defaults_are_the_recorded_setting(scripts):
         ("sft_step", ["--batch", "1"], "at least 2"),
         ("same_script", ["--steps", "1"], "--steps at least 2"),
         ("presets", ["--out", "x", "--completions", "40"], "a multiple of 32"),
-        ("scaling", ["--meshes", "1,4c3"], "--meshes 4c3: write processes[c<size>][r<size>], of sizes that divide"),
+        ("scaling", ["--meshes", "1,4c3"], "--meshes 4c3: write processes[c<size>][r<size>][t<size>], of sizes"),
         ("scaling", ["--meshes", "two"], "--meshes two: write processes"),
         ("scaling", ["--steps", "0"], "at least 1"),
     ],

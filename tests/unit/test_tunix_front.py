@@ -237,7 +237,7 @@ def test_a_default_of_tunix_s_without_effect_is_not_warned_of(caplog):
         ("cuda", "the meshes are 'cuda' (str), and must be a dict of Role to mesh"),
         ({Role.ACTOR: "cuda"}, "the mesh of actor is 'cuda' (str); a mesh is a torch DeviceMesh, a jax Mesh, a dict"),
         ({"rollout": {"fsdp": 2}}, "the mesh of rollout is fsdp=2 = 2 devices, and torchrun has started 1 process(es)"),
-        ({Role.ACTOR: ((1, 2), ("fsdp", "tp"))}, "fsdp=1 x tp=2 = 2 devices, and whet shards over axes of data alone"),
+        ({Role.ACTOR: ((1, 2), ("fsdp", "tp"))}, "fsdp=1 x tp=2 = 2 devices, and a mesh here has axes of data alone"),
         ({Role.ACTOR: ((1, 2), ("fsdp",))}, "the mesh of actor is ((1, 2), ('fsdp',)) (tuple)"),
         ({"actr": None}, "unknown role of a mesh 'actr'; did you mean actor?"),
     ],

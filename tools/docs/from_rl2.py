@@ -35,10 +35,10 @@ sft, rm and dpo), its own (`actor.tis_coef=2`), any other those of July 2025 (a 
 the critic, no least rate).
 
 Under torchrun batches are of all processes, as in RL2 ([Several processes](scaling.md)). There are `ddp_size` copies of
-each model, each sharded over `fsdp_size` processes, and `sp_size` (since 2026 `cp_size`) processes divide the tokens of
-a pass, by Ulysses. No update depends on the sizes. All roles share one mesh: a size that one role has is that of all,
-and two different ones are refused. Offloading, on by default here as there, is off with several processes, and
-`offload_model=true` is refused.
+each model, each sharded over `fsdp_size` x `tp_size` processes. `tp_size` processes divide the matrices of layers in
+training, and `sp_size` (since 2026 `cp_size`) the tokens of a pass, by Ulysses. No update depends on the sizes. All
+roles share one mesh: a size that one role has is that of all, and two different ones are refused. Offloading, on by
+default here as there, is off with several processes, and `offload_model=true` is refused.
 
 A value may refer to another of the command, or of its `--config FILE`, as OmegaConf has it:
 `trainer.save_dir='ckpts/${trainer.project}/${trainer.experiment_name}'`, `${oc.env:HOME}` and `${oc.env:NAME,default}`.

@@ -226,7 +226,12 @@ def _with_memory_plan(config: RunConfig) -> RunConfig:
 def memory_of_gpus(trainer: TrainingConfig) -> tuple[float | None, int]:
     """The free bytes of the GPU that has the least, None if a process has none; and the number of processes."""
     ranks = join_processes(trainer.collective_timeout_s)  # it selects this process's GPU
-    check_mesh(ranks.size, trainer.context_parallel_size, trainer.data_parallel_replicate_size)
+    check_mesh(
+        ranks.size,
+        trainer.context_parallel_size,
+        trainer.data_parallel_replicate_size,
+        trainer.tensor_parallel_size,
+    )
     free = [memory for memory in ranks.all_gather(free_gpu_memory()) if memory is not None]
     return min(free) if len(free) == ranks.size else None, ranks.size
 

@@ -11,9 +11,11 @@ from importlib.util import find_spec
 import torch
 from transformers import Qwen3Config
 
-from whet.config import RunConfig, load_run
+from whet.config import RolloutConfig, RunConfig, load_run
 from whet.native import build
 from whet.observe.environment import collect_environment
+from whet.rollout.base import Sampling
+from whet.rollout.vllm import unsuitable_reason
 from whet.train.memory_plan import GB, ModelSizes, free_gpu_memory, measure_model, plan_memory
 
 __all__ = ["doctor_text", "largest_models"]
@@ -28,6 +30,7 @@ def doctor_text(memory: float | None = None) -> str:
     """The findings, one a line. Args: memory: bytes of a GPU to plan for; None = what is free on this one."""
     facts, cuda = collect_environment(), torch.cuda.is_available()
     memory = free_gpu_memory() if memory is None else memory
+    reason = unsuitable_reason(RolloutConfig(), [Sampling()], device=torch.device("cuda" if cuda else "cpu"))
     kernels = build.load_library("decode")
     compiler = kernels.compiler if isinstance(kernels, build.Library) else f"none ({kernels}); install g++ or clang++"
     lines = {
@@ -39,6 +42,7 @@ def doctor_text(memory: float | None = None) -> str:
         "C++ kernels": "run on the processor" if isinstance(kernels, build.Library) else "off",
         "Triton": "installed" if find_spec("triton") else "not installed; flex attention needs it on a GPU",
         "rollout engine": f"embedded, {'on the GPU' if cuda else 'on the processor'}",
+        "rollout_engine=auto": f"embedded, since {reason}" if reason else "vllm",
         **{
             name: "installed" if find_spec(name) else f"not installed; optional: {how}"
             for name, how in _ENGINES.items()
@@ -59,7 +63,8 @@ def largest_models(memory: float) -> dict[str, str | None]:
 
     Args: memory: bytes of the GPU.
     """
-    modes = {"all weights": (), "LoRA": ("actor.lora.r=16",)}
+    lora, nf4 = "actor.lora.r=16", "actor.quantization=nf4"
+    modes = {"all weights": (), "LoRA": (lora,), "LoRA on 4 bits": (lora, nf4)}
     return {mode: next((name for name in _QWEN3 if _fits(name, words, memory)), None) for mode, words in modes.items()}
 
 

@@ -34,7 +34,13 @@ def plan(config: RunConfig | SupervisedRunConfig, memory_gb: float | None, num_p
     Returns: a plan for each size.
     Raises: ConfigError: the model's config can't be read; the processes can't be the mesh of the configuration.
     """
-    check_mesh(num_processes, config.trainer.context_parallel_size, config.trainer.data_parallel_replicate_size)
+    trainer = config.trainer
+    check_mesh(
+        num_processes,
+        trainer.context_parallel_size,
+        trainer.data_parallel_replicate_size,
+        trainer.tensor_parallel_size,
+    )
     role: RoleConfig = getattr(config, config.TRAINED)
     if num_processes > 1 and role.quantization is not None:
         raise ConfigError(
@@ -72,8 +78,10 @@ def plan_text(
         )
     lines = [f"{memory_gb:g} GB: {kind}, {dtype}, {what}", lengths]
     if num_processes > 1:
-        copies, context = config.trainer.data_parallel_replicate_size, config.trainer.context_parallel_size
-        shards, run = num_processes // copies, "its own passes" if context == 1 else f"a pass with {context - 1} other"
+        trainer = config.trainer
+        together = trainer.context_parallel_size * trainer.tensor_parallel_size
+        shards = num_processes // trainer.data_parallel_replicate_size
+        run = "its own passes" if together == 1 else f"a pass with {together - 1} other"
         lines.append(f"  each of {num_processes} processes: a shard of {shards}, {run}")
     row = lambda name, rollout, update: f"  {name:40}" + (f"{rollout:>9}" if samples else "") + f"{update:>9}"
     lines.append(row("GB", "rollout", "update"))

@@ -248,7 +248,8 @@ class RolloutConfig:
     """Fields that hold a mapping of fields of this section."""
 
     REFUSED: ClassVar[dict[str, str]] = {
-        "tensor_parallel_size": "this release runs an engine on one device",
+        "tensor_parallel_size": "this release runs an engine on one device; trainer.tensor_parallel_size "
+        "divides matrices in training",
     }
 
     def __post_init__(self) -> None:

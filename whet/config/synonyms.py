@@ -60,6 +60,7 @@ _ALL: dict[tuple[str, ...], str] = {
     _MICRO: "micro_batch_size micro_batch_size_per_gpu ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu "
     "ppo_max_token_len_per_gpu max_length_per_device max_token_len_per_gpu",
     ("trainer.context_parallel_size",): "ulysses_sequence_parallel_size sequence_parallel_size sp_size cp_size",
+    ("trainer.tensor_parallel_size",): "tp_size tensor_parallel",
     ("trainer.data_parallel_replicate_size",): "fsdp_size ddp_size dp_replicate_size",
     ("trainer.mini_batch_size",): "ppo_mini_batch_size steps_per_generation update_per_rollout",
     ("trainer.show_samples",): "log_completions num_completions_to_print",
@@ -149,8 +150,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 """A section's name elsewhere, or in another command -> its names here."""
 _TORCHRUN = "torchrun starts several processes, and FSDP2 shards the weights over them (whet docs scaling)"
+_TENSOR_PARALLEL = (
+    "trainer.tensor_parallel_size divides matrices in training; in the rollout a process has a whole model"
+)
 _NO_DEEPSPEED = f"DeepSpeed is not supported; {_TORCHRUN}"
-_NO_TENSOR_PARALLEL = f"tensor parallelism is not supported; {_TORCHRUN}"
 NOTES: dict[str, str] = {
     "deepspeed": _NO_DEEPSPEED,
     "device": "a GPU is taken where there is one; CUDA_VISIBLE_DEVICES chooses which, and '' the CPU",
@@ -162,8 +165,8 @@ NOTES: dict[str, str] = {
     "n_gpus_per_node": _TORCHRUN,
     "nnodes": _TORCHRUN,
     "push_to_hub": "trainer.hub_model_id=NAME sends the model when it is trained, whet push RUN repo=NAME later",
-    "tensor_model_parallel_size": _NO_TENSOR_PARALLEL,
-    "tensor_parallel_size": _NO_TENSOR_PARALLEL,
+    "tensor_model_parallel_size": _TENSOR_PARALLEL,
+    "tensor_parallel_size": _TENSOR_PARALLEL,
     "use_kl_loss": "a KL is in the loss where algo.beta is above 0",
     "logging_steps": "every step is logged",
     "max_model_len": "rollout.max_prompt_length and rollout.max_tokens_to_generate bound a sequence",

@@ -185,6 +185,9 @@ class TrainingConfig:
     context_parallel_size: Count = 1
     """Processes that divide the tokens of each forward and backward pass, so each keeps a part of the activations
     (Ulysses). It must divide the number of processes and of attention heads. 1 = each pass runs on one process."""
+    tensor_parallel_size: Count = 1
+    """Processes that divide the matrices of each layer, and run each forward and backward pass together. It must divide
+    the number of processes, of attention heads and of KV heads. 1 = each process has whole layers while they run."""
     rehearse: Bool | None = None
     """Before the first step run the largest micro-batch of an update, and allocate the cache of a rollout, next to the
     memory that the optimizer will take, so that a run that does not fit ends before it begins. None = on a GPU."""

@@ -26,7 +26,7 @@ from whet.errors import ConfigError
 from whet.models.quantized import dequantize, is_quantized_layer
 from whet.ops.counter_rng import hash_rng_key, keep_mask
 from whet.ops.masked import to_fp32
-from whet.util.tensor_subclasses import gather_full_tensor
+from whet.util.tensor_subclasses import gather_full_tensor, shard_like
 
 __all__ = [
     "BASE_LAYER",
@@ -227,8 +227,8 @@ def _add_low_rank(weight: Tensor, layer: Any) -> Tensor:
     """W + Σ s B A of a layer's active adapters, for this W."""
     total = to_fp32(weight)
     for name in _active_names(layer):
-        b, a = to_fp32(layer.lora_B[name].weight), to_fp32(layer.lora_A[name].weight)
-        total = total + layer.scaling[name] * (b @ a)
+        b, a = (to_fp32(gather_full_tensor(x[name].weight)) for x in (layer.lora_B, layer.lora_A))
+        total = total + layer.scaling[name] * shard_like(total, b @ a)
     return total.to(weight.dtype)
 
 

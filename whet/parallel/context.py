@@ -101,14 +101,18 @@ def kv_repeats(heads: int, kv_heads: int, size: int) -> int:
     return least if group % least == 0 else group
 
 
-def check_heads(config: Any, size: int, name: str) -> None:
-    """Raises ConfigError if a model's heads can't be divided over the processes. Args: config: of the model."""
-    heads = config.num_attention_heads
+def check_heads(config: Any, size: int, name: str, tensor_parallel_size: int = 1) -> None:
+    """Raises ConfigError if a model's heads can't be divided over the processes.
+
+    Args: config: of the model. size: c. name: of the model. tensor_parallel_size: the heads are divided by this too.
+    """
+    heads = config.num_attention_heads // tensor_parallel_size
     if heads % size:
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        each = "" if tensor_parallel_size == 1 else f" for each of trainer.tensor_parallel_size={tensor_parallel_size}"
         raise ConfigError(
-            f"{name} has {heads} attention heads, which trainer.context_parallel_size={size} does not divide: each "
-            f"process computes attention for a part of the heads; set it to a divisor of {heads} ({divisors})"
+            f"{name} has {heads} attention heads{each}, which trainer.context_parallel_size={size} does not divide: "
+            f"each process computes attention for a part of the heads; set it to a divisor of {heads} ({divisors})"
         )
 
 

@@ -5,6 +5,8 @@
                                       in bf16; gradients are added in fp32, over the passes and over the ranks
     forward passes                    every rank makes the same list; of n data ranks each runs every n-th pass of it
     tokens of a pass                  with context parallelism, several ranks run a pass together, each on some tokens
+    matrices of a layer               with tensor parallelism, several ranks run a pass together, each with some rows or
+                                      columns of them (parallel/tensor.py)
     gradients                         are whole until the last pass, in which they are added over the ranks and become
                                       shards; with sync_each_pass they do so in every pass, one layer at a time. They
                                       are never averaged: the token weights were computed from the whole batch, so
@@ -41,6 +43,7 @@ from whet.parallel.loading import receive, without_weights
 from whet.parallel.mesh import ProcessMesh
 from whet.parallel.placement import Phase, Placement
 from whet.parallel.ranks import Ranks
+from whet.parallel.tensor import WholeWeights, divide_layer, sum_gradients
 from whet.types import TokenStats
 from whet.util.tensor_subclasses import gather_full_tensor
 
@@ -69,6 +72,9 @@ class FSDPPlacement(Placement):
         self.mesh, self.ranks, self.sync_each_pass = mesh, ranks, sync_each_pass
         self._whole = False
         """Whether this rank has the whole model now, so that it runs passes without the others."""
+        self._whole_weights = WholeWeights()
+        self._partial: set[str] = set()
+        """The parameters whose gradients are to be summed over the ranks that divide matrices."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,10 +102,14 @@ class FSDPPlacement(Placement):
         self._skeleton = without_weights(module, module)  # since fully_shard changes the classes of the modules
         only_on_writer = any(self.ranks.all_gather(next(module.parameters()).is_meta))
         backbone: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
+        names = {part: name for name, part in module.named_modules()}
         for part in (*backbone.layers, module):
             if only_on_writer:
                 whole = (p for p in part.parameters() if not isinstance(p, DTensor))  # layers are sharded by then
                 receive(whole, torch.device(self.mesh.device_type))
+            if self.mesh.tensor is not None and part is not module:
+                partial = divide_layer(backbone, part, self.mesh.tensor)
+                self._partial.update(f"{names[part]}.{name}" for name in partial)
             fully_shard(part, mesh=self.mesh.fsdp, mp_policy=policy)
         for part in _parts(module):  # both calls: gloo can't do the first alone, and the second alone is a mean
             part.set_gradient_divide_factor(1.0)
@@ -111,6 +121,9 @@ class FSDPPlacement(Placement):
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
         """See Placement. After a pass without gradient the root would keep plain parameters, not the optimizer's."""
+        if phase == "step" and self.mesh.tensor is not None and self._optim is not None:
+            partial = [m.grad for name, m in self._optim.masters.items() if name in self._partial]
+            sum_gradients([g for g in partial if g is not None], self.mesh.tensor.get_group())
         try:
             yield
         finally:
@@ -124,12 +137,15 @@ class FSDPPlacement(Placement):
         for part in parts:
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
+        if self.mesh.tensor is not None:
+            self._whole_weights.put(self.module)
         self._whole = True
         try:
             yield self.module
         finally:
             self._whole = False
             self.reshard()
+            self._whole_weights.free()
             for part in parts:
                 part.set_reshard_after_forward(part is not self.module, recurse=False)
 
@@ -163,24 +179,24 @@ class FSDPPlacement(Placement):
         """See Placement; passes have similar costs, so they are dealt in turn. All ranks must run as many passes."""
         if self._whole:
             return super().split_passes(passes)
-        size, context = self.data_size, self.context_size
-        own = [(x, True) for x in passes[self.ranks.rank // context :: size]]
+        size = self.data_size
+        own = [(x, True) for x in passes[self.ranks.rank // self.pass_size :: size]]
         missing = -(-len(passes) // size) - len(own)
         return own + [(x, False) for x in passes[-1:]] * missing  # no passes where every advantage is 0
 
     @property
     def data_size(self) -> int:
         """See Placement."""
-        return 1 if self._whole else self.ranks.size // self.mesh.context_size
+        return self.ranks.size // self.mesh.pass_size if not self._whole else 1
 
     @property
-    def context_size(self) -> int:
+    def pass_size(self) -> int:
         """See Placement."""
-        return 1 if self._whole else self.mesh.context_size
+        return 1 if self._whole else self.mesh.pass_size
 
     def split_tokens(self, micro: MicroBatch) -> MicroBatch:
         """See Placement."""
-        return micro if self.context_size == 1 else take_share(micro, self.mesh.context_group)
+        return micro if self._whole or self.mesh.context_size == 1 else take_share(micro, self.mesh.context_group)
 
     def gather_tokens(self, stats: TokenStats, micro: MicroBatch) -> TokenStats:
         """See Placement."""
@@ -204,12 +220,18 @@ class FSDPPlacement(Placement):
 
     def gather_results(self, results: list[Result]) -> list[Result]:
         """See Placement."""
-        everywhere = self.ranks.all_gather(results)[:: self.mesh.context_size]
-        size, total = self.ranks.size // self.mesh.context_size, sum(map(len, everywhere))
+        everywhere = self.ranks.all_gather(results)[:: self.mesh.pass_size]
+        size, total = self.ranks.size // self.mesh.pass_size, sum(map(len, everywhere))
         return [everywhere[i % size][i // size] for i in range(total)]
 
     def grad_norm(self, grads: Sequence[Tensor], local: Callable[[Sequence[Tensor]], float]) -> float:
-        """See Placement: the norm of the norms of the shards; other ranks may have copies of them."""
+        """See Placement: the norm of the norms of the shards; other ranks may have copies of them.
+
+        Of the ranks that divide matrices, the first counts what all of them have.
+        """
+        tensor = self.mesh.tensor
+        if tensor is not None and tensor.get_local_rank() > 0:
+            grads = [g for g in grads if _is_divided(g)]
         own = local([g.to_local() if isinstance(g, DTensor) else g for g in grads])
         norms = self.ranks.all_gather(own)[: self.mesh.num_shards]
         return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64)))
@@ -217,6 +239,12 @@ class FSDPPlacement(Placement):
 
 def _parts(module: nn.Module) -> list[FSDPModule]:
     return [x for x in module.modules() if isinstance(x, FSDPModule)]
+
+
+def _is_divided(grad: Tensor) -> bool:
+    """Whether tensor parallelism divides a tensor. Its axis is the last one of the mesh."""
+    named = grad.device_mesh.mesh_dim_names if isinstance(grad, DTensor) else None
+    return bool(named) and named[-1] == "tensor" and grad.placements[-1].is_shard()  # pyright: ignore
 
 
 def _call(self: nn.Module, fn: Callable[[], Any]) -> Any:

@@ -1,11 +1,12 @@
 """The grid of the processes: who shares shards, passes and the tokens of a pass.
 
-Rank = data · context_parallel_size + context.
+Rank = (data · context_parallel_size + context) · tensor_parallel_size + tensor.
 
-    passes       each of the size / context_parallel_size data ranks runs its part of the forward passes
+    passes       each of the data ranks runs its part of the forward passes
     tokens       the context ranks of one data rank divide the tokens of its passes (parallel/context.py)
-    shards       over all ranks, or, with replicas, within each of `data_parallel_replicate_size` groups of
-                 neighbouring ranks, which hold the same shards (HSDP)
+    matrices     the tensor ranks of one context rank divide the matrices of the layers (parallel/tensor.py)
+    shards       over all data and context ranks, or, with replicas, within each of `data_parallel_replicate_size`
+                 groups of neighbouring ranks, which hold the same shards (HSDP)
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ class ProcessMesh:
     """The grid of the processes."""
 
     fsdp: DeviceMesh
-    """(size) or (replicas, shards): what fully_shard takes."""
+    """(shards) or (replicas, shards): what fully_shard takes."""
+    tensor: DeviceMesh | None
+    """The ranks that run the same passes on the same tokens, each with a part of the matrices; None = each has all."""
     data_group: dist.ProcessGroup
-    """The ranks that run other passes on the same part of the tokens."""
+    """The ranks that run other passes on the same part of the tokens, with the same part of the matrices."""
     context_group: dist.ProcessGroup
-    """The ranks that run the same passes on other parts of the tokens."""
+    """The ranks that run the same passes on other parts of the tokens, with the same part of the matrices."""
 
     @property
     def device_type(self) -> str:
@@ -36,24 +39,46 @@ class ProcessMesh:
 
     @property
     def num_shards(self) -> int:
-        """The number of ranks that one copy of the model is sharded over; the first ranks have the first copy."""
-        return self.fsdp.size(-1)
+        """The number of ranks that hold one copy of the model; the first ranks hold the first copy."""
+        return self.fsdp.size(-1) * self.tensor_size
 
     @property
     def context_size(self) -> int:
         """The number of ranks that divide the tokens of a pass."""
         return self.context_group.size()
 
+    @property
+    def tensor_size(self) -> int:
+        """The number of ranks that divide the matrices of the layers."""
+        return 1 if self.tensor is None else self.tensor.size()
 
-def make_mesh(device: str, size: int, context_parallel_size: int, data_parallel_replicate_size: int) -> ProcessMesh:
+    @property
+    def pass_size(self) -> int:
+        """The number of ranks that run a pass together."""
+        return self.context_size * self.tensor_size
+
+
+def make_mesh(
+    device: str,
+    size: int,
+    context_parallel_size: int,
+    data_parallel_replicate_size: int,
+    tensor_parallel_size: int = 1,
+) -> ProcessMesh:
     """Makes the grid of all processes, which must all call this.
 
     Args: device: cpu or cuda. The others: see torchrun_env.check_mesh.
     """
-    replicas, context = data_parallel_replicate_size, context_parallel_size
-    fsdp = (replicas, size // replicas) if replicas > 1 else (size,)
-    names = ("replicate", "shard")[-len(fsdp) :]
-    grid = init_device_mesh(device, (size // context, context), mesh_dim_names=("data", "context"))
-    return ProcessMesh(
-        init_device_mesh(device, fsdp, mesh_dim_names=names), grid.get_group("data"), grid.get_group("context")
+    replicas, context, tensor = data_parallel_replicate_size, context_parallel_size, tensor_parallel_size
+    sharded = (replicas, size // replicas // tensor) if replicas > 1 else (size // tensor,)
+    names = ("replicate", "shard")[-len(sharded) :]
+    grid = init_device_mesh(
+        device, (size // context // tensor, context, tensor), mesh_dim_names=("data", "context", "tensor")
     )
+    groups = grid.get_group("data"), grid.get_group("context")
+    if tensor == 1:
+        return ProcessMesh(init_device_mesh(device, sharded, mesh_dim_names=names), None, *groups)
+    whole = init_device_mesh(
+        device, (*sharded, tensor), mesh_dim_names=(*names, "tensor")
+    )  # FSDP wants one mesh of both
+    return ProcessMesh(whole[names], whole["tensor"], *groups)

@@ -105,8 +105,8 @@ class Placement:
         return 1
 
     @property
-    def context_size(self) -> int:
-        """The number of processes that divide the tokens of a pass."""
+    def pass_size(self) -> int:
+        """The number of processes that run a pass together."""
         return 1
 
     def forward(self, fn: Callable[[], Result]) -> Result:

@@ -34,7 +34,9 @@ def check_torchrun_env() -> None:
     local_rank()
 
 
-def check_mesh(size: int, context_parallel_size: int, data_parallel_replicate_size: int) -> None:
+def check_mesh(
+    size: int, context_parallel_size: int, data_parallel_replicate_size: int, tensor_parallel_size: int = 1
+) -> None:
     """Raises ConfigError if so many processes can't form such a grid.
 
     >>> check_mesh(8, 2, 4)
@@ -46,12 +48,21 @@ multiple of 2 with torchrun --nproc_per_node, or set it to a divisor of 1
     sizes = {
         "context_parallel_size": context_parallel_size,
         "data_parallel_replicate_size": data_parallel_replicate_size,
+        "tensor_parallel_size": tensor_parallel_size,
     }
     for name, n in sizes.items():
         if size % n:
             raise ConfigError(
                 f"trainer.{name}={n} does not divide the number of processes, {size}; start a multiple of {n} with "
                 f"torchrun --nproc_per_node, or set it to a divisor of {size}"
+            )
+    for name in ("context_parallel_size", "data_parallel_replicate_size"):
+        n = sizes[name] * tensor_parallel_size
+        if size % n:
+            raise ConfigError(
+                f"trainer.tensor_parallel_size={tensor_parallel_size} times trainer.{name}={sizes[name]} is {n}, which "
+                f"does not divide the number of processes, {size}; start a multiple of {n} with torchrun "
+                "--nproc_per_node, or lower one of them"
             )
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from whet.parallel.torchrun_env import world_size
-from whet.rl2.keys import NO_TENSOR_PARALLEL
 from whet.rl2.parsed_args import ParsedArgs
 
 __all__ = [
@@ -57,24 +56,29 @@ def translate_sizes(args: ParsedArgs) -> WhetKeys:
     a missing fsdp_size, or 0, is what ddp_size leaves. What torchrun's processes can't be is a problem.
     """
     processes = world_size()
-    replicas = _size_of_all_roles(args, "ddp_size")
+    replicas, tensor = _size_of_all_roles(args, "ddp_size"), _size_of_all_roles(args, "tp_size")
     for role in ROLES:
-        if (tensor := args.get_count(f"{role}.tp_size")) > 1:
-            args.problems.append(f"{role}.tp_size={tensor} is refused: {NO_TENSOR_PARALLEL}")
-        shards = args.get(f"{role}.fsdp_size") or max(processes // replicas, 1)
-        if replicas * shards != processes:
+        shards = args.get(f"{role}.fsdp_size") or max(processes // replicas // tensor, 1)
+        product = replicas * shards * tensor
+        if product != processes:
+            sizes = f"ddp_size={replicas} x fsdp_size={shards}" + ("" if tensor == 1 else f" x tp_size={tensor}")
             args.problems.append(
-                f"{role}: ddp_size={replicas} x fsdp_size={shards} = {replicas * shards} processes, and torchrun has "
-                f"started {processes}; start torchrun --nproc_per_node={replicas * shards}, or leave fsdp_size out and "
-                f"set ddp_size to a divisor of {processes}"
+                f"{role}: {sizes} = {product} processes, and torchrun has started {processes}; start torchrun "
+                f"--nproc_per_node={product}, or leave fsdp_size out and set ddp_size to a divisor of "
+                f"{max(processes // tensor, 1)}"
             )
     context = context_size(args)
-    if processes % context:
+    if processes % (context * tensor):
         args.problems.append(
-            f"sp_size (cp_size)={context} does not divide torchrun's {processes} process(es); start a multiple of "
-            f"{context}, or set it to a divisor of {processes}"
+            f"sp_size (cp_size)={context} does not divide torchrun's {processes} process(es)"
+            + ("" if tensor == 1 else f" by tp_size={tensor}")
+            + f"; start a multiple of {context * tensor}, or set it to a divisor of {max(processes // tensor, 1)}"
         )
-    return {"trainer.data_parallel_replicate_size": replicas, "trainer.context_parallel_size": context}
+    return {
+        "trainer.data_parallel_replicate_size": replicas,
+        "trainer.context_parallel_size": context,
+        "trainer.tensor_parallel_size": tensor,
+    }
 
 
 def context_size(args: ParsedArgs) -> int:

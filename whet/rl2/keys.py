@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from whet.compat.field import Field, no_effect, refused
 
-__all__ = ["KEYS", "MEGATRON", "NO_TENSOR_PARALLEL", "effect_of"]
+__all__ = ["KEYS", "MEGATRON", "effect_of"]
 
 
 def effect_of(field: Field) -> str:
@@ -33,10 +33,13 @@ _ONE = refused(None, "the engine of each process has a whole model; set it to 1"
 _DDP = computed(
     "trainer.data_parallel_replicate_size", "copies of each model; roles that leave it out have that of the others"
 )
-_FSDP = computed("", "ddp_size x fsdp_size must be torchrun's processes; left out, or 0, it is what ddp_size leaves")
-NO_TENSOR_PARALLEL = "must be 1: there is no tensor parallelism"
-"""The reason to refuse tp_size above 1."""
-_TP = computed("", NO_TENSOR_PARALLEL)
+_FSDP = computed(
+    "", "ddp_size x fsdp_size x tp_size must be torchrun's processes; left out, or 0, it is what the others leave"
+)
+_TP = computed(
+    "trainer.tensor_parallel_size",
+    "processes that divide the matrices of layers; roles that leave it out have that of the others",
+)
 _CP = computed(
     "trainer.context_parallel_size",
     "processes that divide the tokens of a pass; roles that leave it out have that of the others",

@@ -64,6 +64,7 @@ _FREE = (
     "trainer.data_parallel_replicate_size",
     "trainer.rehearse",
     "trainer.sync_each_microbatch",
+    "trainer.tensor_parallel_size",
     "trainer.keep_best",
     "trainer.max_steps",
     "trainer.num_epochs",

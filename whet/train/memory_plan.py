@@ -313,7 +313,7 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
     With several processes trained weights are fp32 shards, which the optimizer updates. The whole model in its compute
     dtype is there during the rollout; during the update, embedding, norm and head, one layer, and the next one.
     Gradients are whole between the passes of an update, and become shards as the last pass goes through the layers, or
-    as each pass does (sync_each_microbatch).
+    as each pass does (sync_each_microbatch). Tensor parallelism divides layers, and leaves embedding and head whole.
     """
     own_critic = isinstance(config, PPORunConfig) and not (config.critic and config.critic.model == "actor")
     models, role = (2 if own_critic else 1), _trained_role(config)
@@ -327,13 +327,17 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
     gathered = Part("gathered weights", 0.0, 0.0)
     if num_processes > 1:
         shards = num_processes // config.trainer.data_parallel_replicate_size
+        tensor = config.trainer.tensor_parallel_size
         outside = sizes.parameters - sizes.layers * sizes.layer_parameters
-        layers = min(2, sizes.layers) * sizes.layer_parameters
-        gathered = Part(gathered.name, float(width * sizes.parameters), float(width * (outside + layers)))
-        reference, moments, masters = reference / shards, moments / shards, 0.0
-        weights = (4.0 * sizes.trained + width * (sizes.parameters - sizes.trained)) / shards
-        kept = sizes.trained / shards if config.trainer.sync_each_microbatch else sizes.trained
-        gradients = 4.0 * kept + min(sizes.trained, max(sizes.layer_parameters, outside)) * (4.0 + width)
+        layer = sizes.layer_parameters / tensor
+        divided = (outside + sizes.layers * layer) / sizes.parameters  # the share that tensor parallelism leaves
+        held = divided * tensor / shards
+        whole = sizes.parameters * (1 if tensor == 1 else 1 + divided)  # the rollout also has what it is gathered from
+        gathered = Part(gathered.name, float(width * whole), float(width * (outside + min(2, sizes.layers) * layer)))
+        reference, moments, masters = reference * held, moments * held, 0.0
+        weights = (4.0 * sizes.trained + width * (sizes.parameters - sizes.trained)) * held
+        kept = sizes.trained * (held if config.trainer.sync_each_microbatch else divided)
+        gradients = 4.0 * kept + min(sizes.trained, max(layer, outside)) * (4.0 + width)
     return [
         Part("weights" if num_processes == 1 else "shards of weights", models * weights, models * weights),
         gathered,

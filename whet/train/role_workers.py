@@ -91,7 +91,8 @@ class RoleWorkers:
     ) -> None:
         self.ranks: Ranks = join_processes(config.collective_timeout_s)
         """The processes that train together: `broadcast`, `scatter_gather`, `is_writer`."""
-        check_mesh(self.ranks.size, config.context_parallel_size, config.data_parallel_replicate_size)
+        sizes = config.context_parallel_size, config.data_parallel_replicate_size, config.tensor_parallel_size
+        check_mesh(self.ranks.size, *sizes)
         self._loop, self._offload, self._module_dtype = config, offload_to_cpu, module_dtype
         self._device = None if device is None else check_device(device)
         self.trace = Trace()
@@ -291,6 +292,7 @@ class RoleWorkers:
         if self.ranks.size > 1:
             from whet.parallel.context import check_heads  # imported where processes share a model
             from whet.parallel.fsdp import FSDPPlacement
+            from whet.parallel.tensor import check_tensor_parallel
 
             if self._offload:
                 raise ConfigError(
@@ -303,7 +305,10 @@ class RoleWorkers:
                     f"trainer.context_parallel_size={context} divides packed rows, and {loaded.name} trains padded: "
                     f"{'; '.join(loaded.unpackable_reasons)}; set it to 1"
                 )
-            check_heads(loaded.module.config, context, loaded.name)
+            tensor = self._loop.tensor_parallel_size
+            if tensor > 1:
+                check_tensor_parallel(loaded.module, tensor, loaded.name)
+            check_heads(loaded.module.config, context, loaded.name, tensor)
             return FSDPPlacement(self._mesh, self.ranks, sync_each_pass=self._loop.sync_each_microbatch)
         if loaded.is_view:
             return Placement()
@@ -318,7 +323,7 @@ class RoleWorkers:
         from whet.parallel.mesh import make_mesh  # imported where processes share a model
 
         loop = self._loop
-        sizes = loop.context_parallel_size, loop.data_parallel_replicate_size
+        sizes = loop.context_parallel_size, loop.data_parallel_replicate_size, loop.tensor_parallel_size
         return make_mesh(self.device(Role.ACTOR).type, self.ranks.size, *sizes)
 
     def device(self, role: Role) -> torch.device:

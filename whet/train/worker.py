@@ -467,7 +467,7 @@ class ModelWorker:
                 if backward:
                     with self.layers():  # checkpointed layers run again
                         total.backward()
-                    self._flops += 6.0 * self._work(micro) / self.placement.context_size
+                    self._flops += 6.0 * self._work(micro) / self.placement.pass_size
             if not counts:
                 continue
             if per_unit:

@@ -49,8 +49,9 @@ def check_meshes(role_to_mesh: Any) -> dict[Role, Any]:
     ({}, {<Role.ACTOR: 'actor'>: {'fsdp': 1}})
     >>> check_meshes({"actor": ((1, 4), ("fsdp", "tp"))})
     Traceback (most recent call last):
-    whet.errors.ConfigError: the mesh of actor is fsdp=1 x tp=4 = 4 devices, and whet shards over axes of data alone, \
-without tp; make it fsdp=4, or leave role_to_mesh out: whet shards over all processes
+    whet.errors.ConfigError: the mesh of actor is fsdp=1 x tp=4 = 4 devices, and a mesh here has axes of data alone, \
+without tp; make it fsdp=4 (and set tensor_parallel_size of training_config to divide matrices), or leave role_to_mesh \
+out: whet shards over all processes
     """
     if role_to_mesh is None:
         return {}
@@ -80,8 +81,8 @@ def _check(name: str, mesh: Any) -> None:
     shown = f"{name} is {' x '.join(f'{axis}={size}' for axis, size in sizes.items())} = {count} devices"
     if other := [axis for axis, size in sizes.items() if axis not in _DATA_AXES and size != 1]:
         raise ConfigError(
-            f"{shown}, and whet shards over axes of data alone, without {', '.join(other)}; make it fsdp={count}, or "
-            f"{_FIX}"
+            f"{shown}, and a mesh here has axes of data alone, without {', '.join(other)}; make it fsdp={count} (and "
+            f"set tensor_parallel_size of training_config to divide matrices), or {_FIX}"
         )
     if count != processes:
         raise ConfigError(

@@ -11,13 +11,14 @@ def test_the_doctor_says_what_runs_on_a_machine_without_a_gpu(capsys, monkeypatc
     lines = dict(line.removeprefix("- ").split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert lines["device"].startswith("no GPU") and lines["free memory"].startswith("no GPU; whet plan")
     assert "TFLOP/s" in lines["matrix product"] and lines["rollout engine"] == "embedded, on the processor"
+    assert lines["rollout_engine=auto"] == "embedded, since the policy is not on a GPU"
     assert {"driver", "torch", "bfloat16", "C++ compiler", "vllm", "sglang"} <= set(lines)
 
 
 @pytest.mark.full
 def test_the_largest_models_are_those_of_the_plan():
-    assert largest_models(24 * GB) == {"all weights": "0.6B", "LoRA": "8B"}
-    assert largest_models(2 * GB) == {"all weights": None, "LoRA": None}
+    assert largest_models(24 * GB) == {"all weights": "0.6B", "LoRA": "8B", "LoRA on 4 bits": "8B"}
+    assert largest_models(2 * GB) == {"all weights": None, "LoRA": None, "LoRA on 4 bits": None}
 
 
 def test_the_doctor_names_them(monkeypatch):

@@ -21,6 +21,9 @@ SIZE, LAYERS = 4, 3
 MESHES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
 
 
+NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
+
+
 class FakeRanks(Ranks):
     size = SIZE
 
@@ -35,9 +38,9 @@ def processes():
     dist.destroy_process_group()
 
 
-def make(context, replicas, dtype=None, **options):
+def make(context, replicas, dtype=None, tensor=1, **options):
     model = load_model(tiny_model(num_hidden_layers=LAYERS, num_attention_heads=4))
-    placement = FSDPPlacement(make_mesh("cpu", SIZE, context, replicas), FakeRanks(), **options)
+    placement = FSDPPlacement(make_mesh("cpu", SIZE, context, replicas, tensor), FakeRanks(), **options)
     return ModelWorker(model, optim=OptimConfig(lr=0.1), placement=placement, max_tokens=60, dtype=dtype)
 
 
@@ -57,7 +60,7 @@ class Collectives(TorchDispatchMode):
         self.counts = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname not in NO_COLLECTIVES:
             name = func._opname.strip("_")
             self.counts[name] = self.counts.get(name, 0) + 1
         return func(*args, **(kwargs or {}))
@@ -93,6 +96,18 @@ def test_a_pass_gathers_each_layer_twice_and_an_update_reduces_it_once(processes
             pass
 
     assert counts(sample) == ({} if SIZE == replicas else {"allgather_base": LAYERS + 1})
+
+
+def test_tensor_parallelism_sums_the_results_of_a_layer_twice_forward_and_five_times_backward(processes):
+    """Forward after attention and MLP; backward the gradients of the inputs of q, k, v, gate and up."""
+    worker = make(1, 1, tensor=2)
+    batch = weighted(worker, *((5 + i % 3, (20 + i,)) for i in range(9)))
+    passes = len(worker.placement.split_passes(worker.micro_batches(batch, None)))
+    assert passes > 1
+    sent = counts(lambda: worker.forward_backward(batch, loss))
+    assert sent == {"allgather_base": passes * (2 * LAYERS + 1), "reduce_scatter_base": LAYERS + 1,
+                    "all_reduce": passes * LAYERS * 7}  # fmt: skip
+    assert counts(worker.optim_step) == {"allreduce": 1}  # of the gradients of all norms of q and k
 
 
 def test_gradients_may_be_reduced_in_each_pass(processes):

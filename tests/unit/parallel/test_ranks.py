@@ -78,7 +78,7 @@ def test_a_failure_of_one_rank_is_an_error_on_all():
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_every_rank_runs_as_many_passes_also_where_there_are_none(count):
     def split(ranks):
-        return FSDPPlacement(SimpleNamespace(context_size=1), ranks).split_passes(list(range(count)))
+        return FSDPPlacement(SimpleNamespace(pass_size=1), ranks).split_passes(list(range(count)))
 
     one, two = together(2, split)
     assert len(one) == len(two) == (count + 1) // 2

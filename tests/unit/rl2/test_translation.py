@@ -451,7 +451,7 @@ def test_a_reference_without_a_value_is_refused(word, told):
 
 REFUSED = [
     ("actor.sp_size=2", "sp_size (cp_size)=2 does not divide torchrun's 1 process(es); start a multiple of 2"),
-    ("actor.tp_size=2", "actor.tp_size=2 is refused: must be 1: there is no tensor parallelism"),
+    ("actor.tp_size=2", "ddp_size=1 x fsdp_size=1 x tp_size=2 = 2 processes, and torchrun has started 1"),
     ("rollout.tp_size=2", "rollout.tp_size=2 is refused"),
     ("actor.fsdp_size=8", "ddp_size=1 x fsdp_size=8 = 8 processes, and torchrun has started 1; start torchrun"),
     ("actor.clipp=0.1", "unknown key actor.clipp; did you mean actor.clip"),
@@ -489,7 +489,7 @@ def test_what_can_not_be_carried_out_is_refused_with_the_reason(word, words):
     assert words in str(told.value)
 
 
-SIZES = [  # words, and (copies, processes of a pass, tokens of a pass) or the refusal, on four processes
+SIZES = [  # words, and (copies, parts of a row, tokens of a pass, parts of a matrix) or the refusal, on four processes
     ("", (1, 1, 100)),
     ("actor.fsdp_size=4", (1, 1, 100)),
     ("actor.ddp_size=2", (2, 1, 100)),
@@ -501,7 +501,11 @@ SIZES = [  # words, and (copies, processes of a pass, tokens of a pass) or the r
     ("ref_actor.sp_size=2", (1, 2, 200)),
     ("actor.ddp_size=2 actor.fsdp_size=4", "ddp_size=2 x fsdp_size=4 = 8 processes, and torchrun has started 4; start"),
     ("actor.ddp_size=3", "actor: ddp_size=3 x fsdp_size=1 = 3 processes, and torchrun has started 4"),
-    ("actor.tp_size=2", "actor.tp_size=2 is refused: must be 1: there is no tensor parallelism"),
+    ("actor.tp_size=2", (1, 1, 100, 2)),
+    ("actor.tp_size=2 actor.ddp_size=2 ref_actor.fsdp_size=1", (2, 1, 100, 2)),
+    ("actor.tp_size=2 actor.cp_size=2 trainer.total_steps=1", (1, 2, 200, 2)),
+    ("actor.tp_size=2 actor.cp_size=4", "sp_size (cp_size)=4 does not divide torchrun's 4 process(es) by tp_size=2"),
+    ("actor.tp_size=2 ref_actor.tp_size=1", "actor.tp_size=2 and ref_actor.tp_size=1: all roles share one mesh"),
     ("actor.cp_size=3", "sp_size (cp_size)=3 does not divide torchrun's 4 process(es); start a multiple of 3, or set"),
     ("actor.cp_size=2 ref_actor.cp_size=1", "actor.cp_size=2 and ref_actor.cp_size=1: all roles share one mesh; give"),
     ("actor.ddp_size=2 ref_actor.ddp_size=4", "actor.ddp_size=2 and ref_actor.ddp_size=4: all roles share one mesh"),
@@ -522,7 +526,7 @@ def test_the_sizes_of_a_mesh_are_those_of_all_roles_and_must_give_torchruns_proc
     made = translate_command("ppo", command)
     loop = made.trainer
     sizes = loop.data_parallel_replicate_size, loop.context_parallel_size, loop.max_tokens_per_microbatch
-    assert sizes == expected and not made.offload_to_cpu
+    assert (*sizes, loop.tensor_parallel_size) == (*expected, 1)[:4] and not made.offload_to_cpu
     assert made.rollout.max_prompt_length == expected[2] - 16
 
 
@@ -534,7 +538,7 @@ def test_the_budget_of_supervised_training_is_that_of_all_processes_of_a_pass(mo
 
 def test_all_problems_are_told_at_once():
     with pytest.raises(ConfigError) as told:
-        translate_command("ppo", ["actor.tp_size=2", "actor.clipp=1"])
+        translate_command("ppo", ["actor.cp_size=2", "actor.clipp=1"])
     assert str(told.value).count("\n") == 1
     with pytest.raises(ConfigError) as told:
         translate_command("ppo", ["actor.clip=0.1"])

@@ -302,6 +302,11 @@ def test_several_processes_share_what_the_mesh_says(tmp_path):
     tokens = parts(mesh("context_parallel", 4))
     assert tokens["activations"].update == one["activations"].update / 4 and tokens.keys() == eight.keys()
     assert plan_memory(load_run(words[:3]), sizes, num_processes=8, memory=80 * GB).peak <= 80 * GB
+    divided, layer = parts(mesh("tensor_parallel", 4)), sizes.layer_parameters
+    outside = sizes.parameters - sizes.layers * layer
+    assert divided["shards of weights"].update == 4 * (outside / 2 + sizes.layers * layer / 8)
+    assert divided["gathered weights"].update == 2 * (outside + 2 * layer / 4)
+    assert divided["gradients"].update == pytest.approx(4 * (outside + sizes.layers * layer / 4) + 6 * outside)
 
 
 def test_a_missing_config_is_an_error(tmp_path):

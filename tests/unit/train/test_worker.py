@@ -42,7 +42,7 @@ def values(metrics):
 class Shares(Placement):
     """The second of two groups of processes, whose three processes divide each pass."""
 
-    data_size, context_size = 2, 3
+    data_size, pass_size = 2, 3
 
     def split_passes(self, passes):
         own = [(x, True) for x in passes[1::2]]

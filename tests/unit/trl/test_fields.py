@@ -90,7 +90,7 @@ def test_names_and_values_of_earlier_releases_and_what_follows_from_others(given
         ({"load_best_model_at_end": True}, "save and eval strategy to match"),
         ({"sync_ref_model": True}, "`sync_ref_model=True` while `beta=0.0`"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "needs evaluations"),
-        ({"tp_size": 2}, "there is no tensor parallelism"),
+        ({"tp_size": 2}, "shard the model by FSDP"),
         ({"compat": "0.15"}, "unknown compat"),
         ({"max_steps": 0}, "max_steps=0 trains nothing.*-1"),
         ({"generation_kwargs": "{top_k: 5}"}, r"generation_kwargs='{top_k: 5}' is not JSON .*double quotes"),

@@ -177,7 +177,7 @@ OLD_TRAINING_FIELDS: Table = {
         "no effect: existing files stay, and a run replaces checkpoints of the same steps only", bool
     ),
     "group_by_length": deprecated("must be False: sequences are packed, never padded", bool),
-    "tp_size": deprecated("must be 1: there is no tensor parallelism", int),
+    "tp_size": deprecated("must be 1: the processes shard the model by FSDP", int),
     "torchdynamo": deprecated("no effect: nothing is compiled"),
 }
 """Field of an earlier transformers -> how it is read."""

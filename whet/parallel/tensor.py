@@ -1,0 +1,202 @@
+"""Tensor parallelism (Megatron-LM, arXiv 1909.08053): processes divide the matrices of each layer.
+
+    q, k, v, gate and up projections    by rows: each process has the outputs of some heads, and of some MLP columns
+    o and down projections              by columns: each process adds a part of every output, summed over the processes
+    norms of q and k                    whole, though each process norms its own heads only: their gradients are summed
+                                        over the processes once per update
+    embedding, other norms, head        whole, with the same gradient on each process
+
+Of an adapter B A, B is divided beside a layer that is divided by rows, A beside one that is divided by columns.
+transformers' plan of the model (`base_model_tp_plan`) says which is which, and torch's `parallelize_module` divides the
+matrices and runs them. fully_shard then shards each part over the other processes. Left out on purpose: plans with
+other kinds of parts (experts, packed projections), which are refused by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from whet.errors import ConfigError
+from whet.models.lora_layers import is_adapter_layer, plain_linear
+
+__all__ = ["WholeWeights", "check_tensor_parallel", "divide_layer", "sum_gradients"]
+
+COLWISE, ROWWISE, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
+"""The parts of a plan that are carried out, by transformers' names."""
+
+
+def _while_divided(style: Any) -> Any:
+    """Torch's style, but its hooks leave a layer alone while that has its whole weight."""
+    prepare_input, prepare_output = style._prepare_input_fn, style._prepare_output_fn
+
+    class Divided(style):
+        @staticmethod
+        def _prepare_input_fn(given: Any, desired: Any, layer: Any, inputs: Any, mesh: Any) -> Any:
+            is_divided = isinstance(layer.weight, DTensor)
+            return prepare_input(given, desired, layer, inputs, mesh) if is_divided else inputs
+
+        @staticmethod
+        def _prepare_output_fn(desired: Any, use_local: Any, layer: Any, output: Any, mesh: Any) -> Any:
+            is_divided = isinstance(output, DTensor)
+            return prepare_output(desired, use_local, layer, output, mesh) if is_divided else output
+
+    return Divided
+
+
+_STYLES = {COLWISE: _while_divided(ColwiseParallel), ROWWISE: _while_divided(RowwiseParallel)}
+
+
+def check_tensor_parallel(module: nn.Module, size: int, name: str) -> None:
+    """Checks whether a model's layers can be divided over processes.
+
+    Args: module: the model. size: the number of processes. name: of the model.
+    Raises: ConfigError: transformers has no plan for it or one with other kinds of parts, an adapter is more than
+        LoRA's two matrices, or heads or columns can't be divided.
+    """
+    backbone: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
+    setting = f"trainer.tensor_parallel_size={size}"
+    if not _plan_of(backbone):
+        raise ConfigError(
+            f"{setting} divides layers by transformers' tensor-parallel plan, and {name} has none; set it to 1"
+        )
+    heads = backbone.config.num_attention_heads
+    kv_heads = getattr(backbone.config, "num_key_value_heads", None) or heads
+    for count, what in ((heads, "attention heads"), (kv_heads, "KV heads")):
+        _check_divides(f"{name} has {count} {what}", count, size)
+    for i, layer in enumerate(backbone.layers):
+        plan = _plan_of(backbone, layer)
+        for path, style in plan.items():
+            where = f"layers.{i}.{path}"
+            if reason := _unsupported_reason(layer.get_submodule(path), style):
+                raise ConfigError(f"{setting} can't divide {name}: {where} {reason}; set it to 1")
+            if style != PARTIAL:
+                linear = plain_linear(layer.get_submodule(path))
+                assert linear is not None, "other layers are refused above"
+                count, what = (linear.out_features, "outputs") if style == COLWISE else (linear.in_features, "inputs")
+                _check_divides(f"{where} of {name} has {count} {what}", count, size)
+        if rest := _unplanned(layer, plan):
+            raise ConfigError(
+                f"{setting} can't divide {name}: transformers' plan divides its neighbours and leaves out "
+                f"layers.{i}.{rest}; set it to 1"
+            )
+
+
+def _check_divides(fact: str, count: int, size: int) -> None:
+    if count % size:
+        divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        raise ConfigError(
+            f"{fact}, which trainer.tensor_parallel_size={size} does not divide; set it to a divisor of {count} "
+            f"({divisors})"
+        )
+
+
+def _unsupported_reason(part: nn.Module, style: str) -> str | None:
+    """Why a part of a plan can't be carried out; None = it can."""
+    if style == PARTIAL:
+        return None
+    if style not in _STYLES:
+        return f"is {style!r} in transformers' plan, and only {COLWISE} and {ROWWISE} layers are divided"
+    if is_adapter_layer(part):
+        if plain_linear(part) is None:
+            return "has an adapter that is more than LoRA's two matrices"
+        if style == ROWWISE and any(getattr(drop, "p", 0) for drop in cast(Any, part).lora_dropout.values()):
+            return "reads a part of its inputs, of which lora_dropout draws as of all; or set lora_dropout=0"
+        return None
+    if type(part) is not nn.Linear:
+        return f"is a {type(part).__name__}, and only torch.nn.Linear is divided"
+    return None
+
+
+def _unplanned(layer: nn.Module, plan: dict[str, str]) -> str | None:
+    """A parameter beside divided ones for which there is no plan; None = there is none."""
+    blocks = tuple(f"{path.rpartition('.')[0]}." for path in plan)
+    handled = tuple(f"{path}." for path in plan)
+    names = (name for name, _ in layer.named_parameters())
+    return next((name for name in names if name.startswith(blocks) and not name.startswith(handled)), None)
+
+
+def _plan_of(backbone: Any, layer: nn.Module | None = None) -> dict[str, str]:
+    """The plan of a decoder layer: the path in the layer -> transformers' name of what is done with it.
+
+    Args: layer: layers of a model may differ, and what this one hasn't is left out; None = of any layer.
+    """
+    whole = getattr(backbone.config, "base_model_tp_plan", None) or {}
+    plan = {key.removeprefix("layers.*."): style for key, style in whole.items() if key.startswith("layers.*.")}
+    parts = plan if layer is None else {name for name, _ in layer.named_modules()}
+    return {path: style for path, style in plan.items() if path in parts}
+
+
+def _matrices(layer: nn.Module, path: str, style: str) -> Iterator[tuple[str, str]]:
+    """The linear layers to divide for a part of a plan, and how; of an adapter B A the matrix on the divided side."""
+    part: Any = layer.get_submodule(path)
+    if not is_adapter_layer(part):
+        yield path, style
+        return
+    yield f"{path}.base_layer", style
+    side = "lora_B" if style == COLWISE else "lora_A"
+    yield from ((f"{path}.{side}.{name}", style) for name in getattr(part, side))
+
+
+def divide_layer(backbone: Any, layer: nn.Module, mesh: DeviceMesh) -> list[str]:
+    """Leaves each process its part of a layer's matrices, without communication.
+
+    Args: backbone: of a model that `check_tensor_parallel` has checked. layer: whole. mesh: the processes.
+    Returns: names of parameters whose gradients are to be summed over the processes.
+    """
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # whole tensors take 2 gathers
+    plan = _plan_of(backbone, layer)
+    divided = [x for path, style in plan.items() if style in _STYLES for x in _matrices(layer, path, style)]
+    styles = {path: _STYLES[style]() for path, style in divided}
+    parallelize_module(layer, mesh, styles, src_data_rank=None)  # pyright: ignore[reportArgumentType]
+    partial = [path for path, style in plan.items() if style == PARTIAL]
+    return [f"{path}.{name}" for path in partial for name, _ in layer.get_submodule(path).named_parameters()]
+
+
+@torch.no_grad()
+def sum_gradients(grads: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Sums gradients over the processes, in place, in one call. Args: grads: of the same shapes on each."""
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    if not local:
+        return
+    flat = torch.cat([g.flatten() for g in local])
+    dist.all_reduce(flat, group=group)
+    for g, summed in zip(local, flat.split([g.numel() for g in local]), strict=True):
+        g.copy_(summed.view_as(g))
+
+
+class WholeWeights:
+    """The whole matrices of a divided model, while each process runs all of it.
+
+    They are always the same parameters, whose memory is there between `put` and `free` only: engines refer to them.
+    """
+
+    def __init__(self) -> None:
+        self._whole: dict[tuple[nn.Module, str], nn.Parameter] = {}
+
+    @torch.no_grad()
+    def put(self, module: nn.Module) -> None:
+        """Puts whole matrices in place of the divided ones. Args: module: unsharded by FSDP, on every process."""
+        for part in module.modules():
+            for name, p in list(part.named_parameters(recurse=False)):
+                if not isinstance(p, DTensor):
+                    continue
+                gathered = p.full_tensor()
+                whole = self._whole.setdefault((part, name), nn.Parameter(torch.empty_like(gathered), p.requires_grad))
+                whole.untyped_storage().resize_(gathered.nbytes)
+                whole.copy_(gathered)
+                part._parameters[name] = whole  # as FSDP does; it puts its own back as it reshards
+
+    def free(self) -> None:
+        """Frees the memory of the whole matrices."""
+        for whole in self._whole.values():
+            whole.grad = None
+            whole.untyped_storage().resize_(0)
