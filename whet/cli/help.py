@@ -450,7 +450,7 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
         "watch": "[RUN ...] ",
         "compare": "[RUN ...] ",
         "data": "[grpo|ppo|sft|rm|dpo] [rows=N] ",
-        "plan": "[grpo|ppo|sft|rm|dpo] [memory_gb=N] [num_processes=N] ",
+        "plan": "[grpo|ppo|sft|rm|dpo] [memory_gb=N] ",
     }.get(command, "")
     files = "" if command == "demo" else "[--config FILE ...] "
     usage = [f"usage: whet {command} {words}{files}{flags}[key=value ...]", "", about]
