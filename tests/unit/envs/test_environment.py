@@ -235,8 +235,7 @@ def test_what_does_not_fit_a_class_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="does not support tool calling"):
         run_conversation(Account, ["1"], encode=encoder(None, "{% for m in messages %}{{ m.content }}{% endfor %}"))
     (tmp_path / "run.yaml").write_text("actor: {model: m}\ndata: {path: d.jsonl}\nrollout: {env_path: env.py:World}\n")
-    with pytest.raises(ConfigError, match="an environment's class is evaluated by its run"):
-        check_eval(load_eval(["--config", str(tmp_path / "run.yaml"), "reward=exact_match"]))
+    check_eval(load_eval(["--config", str(tmp_path / "run.yaml"), "data=d.jsonl"]))  # its reward is the class's
     assert RunConfig(rollout=RolloutConfig(env_path="env.py:World")).reward_names == ()
     assert RunConfig(rollout=RolloutConfig(env_path="env.py")).reward_names == ("env.py:reward_fn",)
 
