@@ -92,6 +92,8 @@ def compare_runs(runs: Sequence[str | Path], *, metrics: Sequence[str] = (), las
     Raises: ConfigError: a folder that is no run, or a metric that no run has.
     """
     shown = [run_data(run) for run in runs]
+    for data in shown:
+        data["config"] = _without_run_dir(data["config"])
     groups: dict[str, list[dict[str, Any]]] = {}
     for data in shown:
         same = {key: value for key, value in data["config"].items() if key not in _OF_ONE_RUN}
@@ -107,6 +109,13 @@ def compare_runs(runs: Sequence[str | Path], *, metrics: Sequence[str] = (), las
         environment=_differences([group[0]["environment"] for group in columns], _OF_ONE_START),
         metrics={name: cells for name, cells in table.items() if any(cells)},
     )
+
+
+def _without_run_dir(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings; a path in the run's own folder, such as the demo's starting model, is written as RUN_DIR/..."""
+    folder = str(config.get("trainer.run_dir") or "").strip("/")
+    of_value = lambda value: f"/{value}".partition(f"/{folder}/")[2] if folder and isinstance(value, str) else ""
+    return {key: f"RUN_DIR/{rest}" if (rest := of_value(value)) else value for key, value in config.items()}
 
 
 def write_comparison(groups: Sequence[Sequence[str]], tables: Mapping[str, Sequence[Sequence[str]]], out: str) -> Path:

@@ -19,7 +19,7 @@ def make_run(folder, *, seed=0, lr=0.1, rewards=(0.1, 0.3), evaluation=0.5, torc
     rows.append({"step": len(rewards), "mode": "eval", "version": 0, "reward": evaluation})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "config.yaml").write_text(
-        f"actor: {{lr: {lr}}}\ntrainer: {{seed: {seed}, run_dir: {folder}}}\nreward: x\n"
+        f"actor: {{lr: {lr}, model: {folder}/start}}\ntrainer: {{seed: {seed}, run_dir: {folder.name}}}\nreward: x\n"
     )
     (folder / "environment.json").write_text(json.dumps({"versions": {"torch": torch}, "run": {"name": folder.name}}))
     return folder
