@@ -193,6 +193,7 @@ def test_the_cache_of_conversations_has_a_part_where_episodes_have_turns(tmp_pat
     assert "KV of earlier turns" not in {part.name for part in bounded.parts}
 
 
+@pytest.mark.full
 def test_auto_checkpoints_only_where_it_has_to(tmp_path):
     config = load_run([f"model={qwen3(tmp_path / 'm', '4B')}", "actor.lora.r=16", "rollout.max_prompt_length=512",
                        "rollout.max_tokens_to_generate=1024"])  # fmt: skip
@@ -315,6 +316,7 @@ def test_a_missing_config_is_an_error(tmp_path):
         measure_model(RoleConfig(model=str(tmp_path)), trained=True)
 
 
+@pytest.mark.full
 def test_supervised_runs_are_planned_by_their_update(tmp_path, caplog):
     words = [f"model={qwen3(tmp_path / 'm', '0.6B')}", "data=rows.jsonl"]
     sft, dpo, rm = (load_supervised(words, kind) for kind in (SFTRunConfig, DPORunConfig, RMRunConfig))
