@@ -95,7 +95,8 @@ def _run_update(trainer: RoleTrainer, prompt: int, completion: int) -> int:
         ) from error
     finally:
         worker.optim.clear_gradients()
-        worker.pop_flops(), worker.pop_imbalance()
+        worker.pop_flops()
+        worker.pop_imbalance()
 
 
 def _largest_batch(worker: ModelWorker, prompt: int, completion: int) -> TokenBatch:
