@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from helpers import tiny_model
+from helpers import full, tiny_model
 
 from whet.cli import main
 from whet.config.serve import ServeConfig, check_serve, load_serve
@@ -43,7 +43,7 @@ def test_a_host_that_others_reach_needs_a_key(capsys):
     assert "other machines can reach it, so it needs an API key" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("end", [signal.SIGINT, full(signal.SIGTERM)])
 def test_the_command_serves_until_it_is_ended(tmp_path, end):
     tiny_model().save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
