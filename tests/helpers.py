@@ -362,3 +362,16 @@ def error_message(error, call, *args, **options):
     with pytest.raises(error) as raised:
         call(*args, **options)
     return str(raised.value)
+
+
+def limit_passes(monkeypatch, worker, most, seen):
+    """Passes of more tokens run out of memory."""
+    run = worker._stats
+
+    def stats(micro, *args, **options):
+        seen.append(micro.num_tokens)
+        if micro.num_tokens > most:
+            raise torch.OutOfMemoryError("planted")
+        return run(micro, *args, **options)
+
+    monkeypatch.setattr(worker, "_stats", stats)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import cluster, length_reward, rows, same, tiny_model, weights_of
+from helpers import cluster, length_reward, limit_passes, rows, same, tiny_model, weights_of
 
 from whet.config import DataConfig, GRPOConfig, OptimConfig, PPOConfig, Role, SupervisedTrainingConfig
 from whet.data.tokenizer import byte_tokenizer
@@ -24,19 +24,6 @@ def models(role="actor", **trainer):
         config=SupervisedTrainingConfig(**{"pbar_description": None, **trainer}),
         optimizer=OptimConfig(lr=1e-2),
     )
-
-
-def short_of_memory(monkeypatch, worker, most, seen):
-    """Passes of more tokens run out of memory."""
-    run = worker._stats
-
-    def stats(micro, *args, **options):
-        seen.append(micro.num_tokens)
-        if micro.num_tokens > most:
-            raise torch.OutOfMemoryError("planted")
-        return run(micro, *args, **options)
-
-    monkeypatch.setattr(worker, "_stats", stats)
 
 
 def test_a_run_is_the_same_with_a_rehearsal(caplog):
@@ -78,11 +65,11 @@ def test_every_learner_is_rehearsed_without_a_change(kind, caplog):
 def test_an_update_that_does_not_fit_goes_on_with_less(monkeypatch, caplog):
     made, seen = models(max_tokens_per_microbatch=256), []
     worker = made.trained
-    short_of_memory(monkeypatch, worker, 100, seen)
+    limit_passes(monkeypatch, worker, 100, seen)
     rehearse(made, 10, 20)
     assert seen[0] > 200 and seen[-1] <= 100 and "max_tokens_per_microbatch=" in caplog.text
     assert not worker.optim.has_gradient and worker.pop_flops() == 0.0 and not worker.optim.optimizer.state
-    short_of_memory(monkeypatch, worker, 20, seen)
+    limit_passes(monkeypatch, worker, 20, seen)
     message = r"an update of the actor, with one sequence of 30 tokens.*actor\.gradient_checkpointing=full"
     with pytest.raises(ConfigError, match=message):
         rehearse(made, 10, 20)

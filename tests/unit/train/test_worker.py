@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from helpers import END, exact_model, gap, one_by_one, random_batch, same, tiny_model, weights_of
+from helpers import END, exact_model, gap, limit_passes, one_by_one, random_batch, same, tiny_model, weights_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -122,25 +122,17 @@ def test_scoring_out_of_memory_starts_again_with_half_the_tokens(caplog, monkeyp
     batch, worker = weighted(random_batch(*SHAPES)), make(max_tokens=60)
     score = {"logprobs": lambda: worker.logprobs(batch).logprobs,
              "evaluate": lambda: worker.evaluate(batch, clipped_surrogate)["loss"].value}[call]  # fmt: skip
-    want, most, seen, run = score(), 30, [], worker._stats
-
-    def short(micro, *args, **options):
-        seen.append(micro.num_tokens)
-        if micro.num_tokens > most:
-            raise torch.OutOfMemoryError("planted")
-        return run(micro, *args, **options)
-
-    monkeypatch.setattr(worker, "_stats", short)
+    want, seen = score(), []
+    limit_passes(monkeypatch, worker, 30, seen)
     assert score() == pytest.approx(want, rel=1e-5, abs=1e-5)
     assert max(seen) > 30 >= seen[-1] and "scoring ran out of memory" in caplog.text
     seen.clear()
     score()
     assert max(seen) <= 30  # later passes begin with the smaller budget
-    most = 0
+    limit_passes(monkeypatch, worker, 0, seen)
     with pytest.raises(torch.OutOfMemoryError, match="planted") as caught:
         score()
     assert "one sequence alone does not fit" in caught.value.__notes__[0]
-    most = 60
     assert max(micro.num_tokens for micro in worker.micro_batches(batch, None, trained=True)) > 30  # not an update's
 
 
