@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from whet.errors import format_exception
 from whet.util.model_paths import check_hub, model_folder
 
-__all__ = ["MISSING_IS_NONE", "config_positions", "read_config", "read_positions", "read_width"]
+__all__ = ["MISSING_IS_NONE", "config_positions", "kv_bytes_per_token", "read_config", "read_positions", "read_width"]
 
 logger = logging.getLogger("whet")
 
@@ -61,3 +61,19 @@ def read_config(path: str, trust_remote_code: bool, function: Callable[[Any], T]
     except Exception as error:  # several libraries read it, with many exception classes
         logger.debug("the config of %s can't be read: %s", path, format_exception(error))
         return None
+
+
+def kv_bytes_per_token(config: Any, itemsize: int) -> int:
+    """Bytes of the keys and values of one token, over all layers.
+
+    Args: config: of the model. itemsize: bytes of a number.
+
+    >>> from transformers import LlamaConfig
+    >>> kv_bytes_per_token(LlamaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=3), 2)
+    96
+    """
+    config = config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * config.num_hidden_layers * kv_heads * size * itemsize

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
+from whet.models.config_sizes import kv_bytes_per_token
 from whet.models.loaded_model import LoadedModel
 from whet.models.lora_layers import base_weights
 from whet.models.self_check import probe_tokens
@@ -96,7 +97,8 @@ class VLLMEngine(ExternalEngine):
         self._reports: Literal["drawn", "raw"] = MODES[config.vllm.logprobs_mode]
         super().__init__(module, decode=decode, config=config, samplings=samplings)
         first = next(module.parameters())
-        arguments = llm_arguments(config, device=first.device.type, dtype=first.dtype, kv_bytes=_kv_bytes(module))
+        kv_bytes = kv_bytes_per_token(module.config, first.dtype.itemsize)
+        arguments = llm_arguments(config, device=first.device.type, dtype=first.dtype, kv_bytes=kv_bytes)
         self._sleeps = bool(arguments.get("enable_sleep_mode"))
         self._has_weights = True
         """Whether its weights are valid: sleep drops them, and the next update brings new ones."""
@@ -455,15 +457,6 @@ def _check_config(config: RolloutConfig) -> None:
     for name in {"model", "logprobs_mode", "skip_tokenizer_init"} & set(config.vllm.kwargs):
         refused["vllm.kwargs"] = (name, "whet sets it; see the section vllm")
     check_options("vllm", refused)
-
-
-def _kv_bytes(module: nn.Module) -> int:
-    """Bytes of one token's keys and values, over all layers."""
-    config: Any = module.config
-    heads = config.num_attention_heads
-    kv_heads = vars(config).get("num_key_value_heads") or heads
-    size = vars(config).get("head_dim") or config.hidden_size // heads
-    return 2 * config.num_hidden_layers * kv_heads * size * next(module.parameters()).dtype.itemsize
 
 
 def import_package() -> Any:

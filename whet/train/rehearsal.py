@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from whet.errors import ConfigError
+from whet.models.config_sizes import kv_bytes_per_token
 from whet.train.memory_plan import GB, MOMENT_BYTES
 from whet.train.offload import OffloadPlacement
 from whet.train.role_trainer import RoleTrainer
@@ -27,7 +28,7 @@ from whet.types import Example, LossInputs, TokenBatch, TrainSequence
 from whet.util.device import empty_cache
 from whet.util.tensor_subclasses import is_sharded
 
-__all__ = ["kv_bytes_per_token", "rehearse"]
+__all__ = ["rehearse"]
 
 log = logging.getLogger("whet")
 
@@ -121,18 +122,10 @@ def _loss(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return sum(y for y in outputs if y is not None and y.requires_grad), {}  # pyright: ignore[reportReturnType]
 
 
-def kv_bytes_per_token(worker: ModelWorker) -> int:
-    """Bytes of the keys and values of one token, of all layers."""
-    config = worker.loaded.module.config.get_text_config()
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    heads = getattr(config, "num_key_value_heads", None) or heads
-    return int(2 * config.num_hidden_layers * heads * size * worker.dtype.itemsize)
-
-
 def _allocate_cache(worker: ModelWorker, tokens: int) -> None:
     """Allocates and frees the engine's cache, a tensor a layer. Raises ConfigError with the bound that would fit."""
-    layers, total = worker.loaded.module.config.get_text_config().num_hidden_layers, kv_bytes_per_token(worker)
+    config = worker.loaded.module.config.get_text_config()
+    layers, total = config.num_hidden_layers, kv_bytes_per_token(config, worker.dtype.itemsize)
 
     def fits(count: int) -> bool:
         try:

@@ -11,7 +11,8 @@ from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
 from whet.learners.preference import RewardModelLearner
 from whet.learners.sft import SFTLearner
-from whet.train.rehearsal import kv_bytes_per_token, rehearse
+from whet.models.config_sizes import kv_bytes_per_token
+from whet.train.rehearsal import rehearse
 from whet.train.supervised_models import SupervisedModels
 
 ROWS = [{"prompt": f"{i}+{i}=", "response": str(2 * i), "chosen": str(2 * i), "rejected": "no"} for i in range(8)]
@@ -79,7 +80,7 @@ def test_an_update_that_does_not_fit_goes_on_with_less(monkeypatch, caplog):
 def test_a_cache_that_does_not_fit_is_named_with_one_that_does(monkeypatch):
     made = models()
     worker, empty = made.trained, torch.empty
-    size = kv_bytes_per_token(worker)
+    size = kv_bytes_per_token(worker.loaded.module.config, worker.dtype.itemsize)
     config = worker.loaded.module.config
     assert size == 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
 
