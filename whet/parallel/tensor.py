@@ -4,7 +4,9 @@
     o and down projections              by columns: each process adds a part of every output, summed over the processes
     norms of q and k                    whole, though each process norms its own heads only: their gradients are summed
                                         over the processes once per update
-    embedding, other norms, head        whole, with the same gradient on each process
+    embedding, other norms              whole, with the same gradient on each process
+    head                                whole; each process computes the logits of some targets, so the gradients of the
+                                        head and of the last hidden states are summed over the processes
 
 Of an adapter B A, B is divided beside a layer that is divided by rows, A beside one that is divided by columns.
 transformers' plan of the model (`base_model_tp_plan`) says which is which, and torch's `parallelize_module` divides the
@@ -14,6 +16,7 @@ other kinds of parts (experts, packed projections), which are refused by name.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from typing import Any, cast
@@ -26,9 +29,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from whet.errors import ConfigError
+from whet.models.heads import score_layer
 from whet.models.lora_layers import is_adapter_layer, plain_linear
+from whet.packing.micro_batch import MicroBatch, Share
 
-__all__ = ["WholeWeights", "check_tensor_parallel", "divide_layer", "sum_gradients"]
+__all__ = ["WholeWeights", "check_tensor_parallel", "divide_head", "divide_layer", "sum_gradients", "take_targets"]
 
 COLWISE, ROWWISE, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """The parts of a plan that are carried out, by transformers' names."""
@@ -161,15 +166,83 @@ def divide_layer(backbone: Any, layer: nn.Module, mesh: DeviceMesh) -> list[str]
     return [f"{path}.{name}" for path in partial for name, _ in layer.get_submodule(path).named_parameters()]
 
 
+def divide_head(module: nn.Module, group: dist.ProcessGroup) -> list[str]:
+    """Makes the gradients right of a model whose processes each compute the logits of their own targets.
+
+    The gradient of the last hidden states is summed over the processes in each pass, those of the heads once per
+    update. Where the head is the embedding too, its gradient as an embedding, which is whole on each process, is
+    divided by their number before that sum.
+
+    Args: module: whole; its passes take a micro-batch of `take_targets`. group: the processes.
+    Returns: names of parameters whose gradients are to be summed over the processes.
+    """
+    size = group.size()
+    backbone: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
+    embedding: Any = module.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+    layers = [module.get_output_embeddings(), score_layer(module)]  # pyright: ignore[reportCallIssue]
+    heads = {id(p) for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters()}
+
+    def sum_of_states(layer: nn.Module, inputs: Any, output: Any) -> None:
+        output.last_hidden_state = _ForBackward.apply(output.last_hidden_state, lambda grad: _summed(grad, group))
+
+    backbone.register_forward_hook(sum_of_states)
+    if id(embedding.weight) in heads and embedding.weight.requires_grad:
+        embedding.register_forward_hook(lambda _, inputs, output: _ForBackward.apply(output, lambda grad: grad / size))
+    return [name for name, p in module.named_parameters() if id(p) in heads]
+
+
+class _ForBackward(torch.autograd.Function):
+    """The identity, with another gradient. Args: change: the gradient of the result -> that of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Any) -> Tensor:
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.change(grads[0]), None
+
+
+def _summed(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = grad.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def take_targets(micro: MicroBatch, group: dist.ProcessGroup) -> MicroBatch:
+    """A process's part of a pass: all of its tokens, and the targets whose logits this process computes.
+
+    Args: micro: the pass, or the part of it that context parallelism has made. group: the processes.
+    """
+    places = lambda index: torch.arange(0 if index is None else len(index), device=micro.input_ids.device)
+    own, ends = (places(x).tensor_split(group.size())[group.rank()] for x in (micro.targets, micro.last_index))
+    whole = slice(0, micro.input_ids.shape[1])
+    share = micro.share or Share(micro, whole, places(micro.targets), places(micro.last_index))
+    columns = ("hidden_index", "targets", "token_index", "sequence", "position")
+    return dataclasses.replace(
+        micro,
+        last_index=None if micro.last_index is None else micro.last_index.index_select(0, ends),
+        **{name: vars(micro)[name].index_select(0, own) for name in columns},
+        share=dataclasses.replace(
+            share, targets=share.targets.index_select(0, own), sequences=share.sequences.index_select(0, ends)
+        ),
+    )
+
+
 @torch.no_grad()
 def sum_gradients(grads: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sums gradients over the processes, in place, in one call. Args: grads: of the same shapes on each."""
+    """Sums gradients over the processes, in place. Args: grads: of the same shapes on each."""
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-    if not local:
+    large = [g for g in local if g.numel() >= 2**20]  # without a copy
+    small = [g for g in local if g.numel() < 2**20]
+    for g in large:
+        dist.all_reduce(g, group=group)
+    if not small:
         return
-    flat = torch.cat([g.flatten() for g in local])
+    flat = torch.cat([g.flatten() for g in small])
     dist.all_reduce(flat, group=group)
-    for g, summed in zip(local, flat.split([g.numel() for g in local]), strict=True):
+    for g, summed in zip(small, flat.split([g.numel() for g in small]), strict=True):
         g.copy_(summed.view_as(g))
 
 
