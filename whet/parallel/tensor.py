@@ -9,24 +9,24 @@
                                         head and of the last hidden states are summed over the processes
 
 Of an adapter B A, B is divided beside a layer that is divided by rows, A beside one that is divided by columns.
-transformers' plan of the model (`base_model_tp_plan`) says which is which, and torch's `parallelize_module` divides the
-matrices and runs them. fully_shard then shards each part over the other processes. Left out on purpose: plans with
-other kinds of parts (experts, packed projections), which are refused by name.
+transformers' plan of the model (`base_model_tp_plan`) says which is which. Divided matrices are DTensors, and
+fully_shard then shards each part over the other processes. A layer has two sums forward and two backward: of the
+results of attention and of the MLP, and of the gradients of what both read. Left out on purpose: plans with other kinds
+of parts (experts, packed projections), which are refused by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from whet.errors import ConfigError
 from whet.models.heads import score_layer
@@ -37,27 +37,6 @@ __all__ = ["WholeWeights", "check_tensor_parallel", "divide_head", "divide_layer
 
 COLWISE, ROWWISE, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """The parts of a plan that are carried out, by transformers' names."""
-
-
-def _while_divided(style: Any) -> Any:
-    """Torch's style, but its hooks leave a layer alone while that has its whole weight."""
-    prepare_input, prepare_output = style._prepare_input_fn, style._prepare_output_fn
-
-    class Divided(style):
-        @staticmethod
-        def _prepare_input_fn(given: Any, desired: Any, layer: Any, inputs: Any, mesh: Any) -> Any:
-            is_divided = isinstance(layer.weight, DTensor)
-            return prepare_input(given, desired, layer, inputs, mesh) if is_divided else inputs
-
-        @staticmethod
-        def _prepare_output_fn(desired: Any, use_local: Any, layer: Any, output: Any, mesh: Any) -> Any:
-            is_divided = isinstance(output, DTensor)
-            return prepare_output(desired, use_local, layer, output, mesh) if is_divided else output
-
-    return Divided
-
-
-_STYLES = {COLWISE: _while_divided(ColwiseParallel), ROWWISE: _while_divided(RowwiseParallel)}
 
 
 def check_tensor_parallel(module: nn.Module, size: int, name: str) -> None:
@@ -108,7 +87,7 @@ def _unsupported_reason(part: nn.Module, style: str) -> str | None:
     """Why a part of a plan can't be carried out; None = it can."""
     if style == PARTIAL:
         return None
-    if style not in _STYLES:
+    if style not in (COLWISE, ROWWISE):
         return f"is {style!r} in transformers' plan, and only {COLWISE} and {ROWWISE} layers are divided"
     if is_adapter_layer(part):
         if plain_linear(part) is None:
@@ -157,11 +136,18 @@ def divide_layer(backbone: Any, layer: nn.Module, mesh: DeviceMesh) -> list[str]
     Args: backbone: of a model that `check_tensor_parallel` has checked. layer: whole. mesh: the processes.
     Returns: names of parameters whose gradients are to be summed over the processes.
     """
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # whole tensors take 2 gathers
-    plan = _plan_of(backbone, layer)
-    divided = [x for path, style in plan.items() if style in _STYLES for x in _matrices(layer, path, style)]
-    styles = {path: _STYLES[style]() for path, style in divided}
-    parallelize_module(layer, mesh, styles, src_data_rank=None)  # pyright: ignore[reportArgumentType]
+    plan, group = _plan_of(backbone, layer), mesh.get_group()
+    divided = [x for path, style in plan.items() if style != PARTIAL for x in _matrices(layer, path, style)]
+    read = _Inputs(group)
+    for path, style in divided:
+        part: Any = layer.get_submodule(path)
+        names = ["weight", "bias"] if style == COLWISE and part.bias is not None else ["weight"]
+        for name in names:
+            whole, dim = getattr(part, name), 0 if style == COLWISE else 1
+            shard = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
+            part.register_parameter(name, nn.Parameter(shard, whole.requires_grad))
+        part.forward = _column_forward(part, read) if style == COLWISE else _row_forward(part, group)
+    layer.register_forward_hook(lambda *_: read.forget())
     partial = [path for path, style in plan.items() if style == PARTIAL]
     return [f"{path}.{name}" for path in partial for name, _ in layer.get_submodule(path).named_parameters()]
 
@@ -228,6 +214,60 @@ def take_targets(micro: MicroBatch, group: dist.ProcessGroup) -> MicroBatch:
             share, targets=share.targets.index_select(0, own), sequences=share.sequences.index_select(0, ends)
         ),
     )
+
+
+class _Inputs:
+    """What layers divided by rows read. Several read the same tensor: the sum of its gradients is summed once."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def read(self, x: Tensor) -> Tensor:
+        """The same tensor, whose gradient is summed over the processes."""
+        if self._last is None or self._last[0] is not x:
+            self._last = x, _ForBackward.apply(x, lambda grad: _summed(grad, self._group))
+        return self._last[1]
+
+    def forget(self) -> None:
+        """Called after the decoder layer, so that nothing is kept longer than autograd keeps it."""
+        self._last = None
+
+
+def _column_forward(layer: nn.Linear, inputs: _Inputs) -> Callable[[Tensor], Tensor]:
+    """The forward of a layer divided by rows: each process has some of the outputs."""
+
+    def forward(x: Tensor) -> Tensor:
+        if not isinstance(layer.weight, DTensor):  # whole, while the process samples
+            return F.linear(x, layer.weight, layer.bias)
+        bias = layer.bias.to_local() if isinstance(layer.bias, DTensor) else None
+        return F.linear(inputs.read(x), layer.weight.to_local(), bias)
+
+    return forward
+
+
+def _row_forward(layer: nn.Linear, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """The forward of a layer divided by columns: each process adds a part of every output."""
+
+    def forward(x: Tensor) -> Tensor:
+        if not isinstance(layer.weight, DTensor):
+            return F.linear(x, layer.weight, layer.bias)
+        y = _Sum.apply(F.linear(x, layer.weight.to_local()), group)
+        return y if layer.bias is None else y + layer.bias
+
+    return forward
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the processes. Its gradient is the same on each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grads[0], None
 
 
 @torch.no_grad()
