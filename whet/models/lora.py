@@ -52,6 +52,7 @@ __all__ = [
     "load_adapter_weights",
     "merged_model",
     "save_adapter",
+    "save_adapter_config",
 ]
 
 logger = logging.getLogger("whet")
@@ -412,6 +413,11 @@ def save_adapter(module: PreTrainedModel, folder: Path, masters: Mapping[str, Te
     parameters = {f"{PREFIX}{n}": by_id.get(id(p), p).detach() for n, p in adapter_tensors(module).items()}
     tensors = {name: t.cpu().contiguous().clone() for name, t in parameters.items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    save_adapter_config(module, folder)
+
+
+def save_adapter_config(module: PreTrainedModel, folder: Path) -> None:
+    """Writes an adapter's settings in PEFT's format. Args: module: a model with an adapter. folder: an existing one."""
     adapter = Adapter.from_module(module)
     assert adapter is not None
     config = copy.deepcopy(module.peft_config[adapter.name])  # pyright: ignore

@@ -4,7 +4,7 @@
     an adapter        adapter_model.safetensors, adapter_config.json         PEFT's format: no weight of the base
                       generation_config.json                                 of a language model's whole weights
     and               optimizer.safetensors, state.pt                        by the name of the parameter
-    sharded           config.json, state.pt; all tensors are in the shards of the checkpoint (parallel/shards.py)
+    sharded           the configs and state.pt; all tensors are in the shards of the checkpoint (parallel/shards.py)
     a learned prompt  prompt_encoder.safetensors                             what makes the adapter
 
 Optimizer, state and prompt encoder may be in a folder `whet` beside the weights, since some programs take every
@@ -27,7 +27,15 @@ from torch import Tensor
 from whet.errors import CheckpointError, ConfigError
 from whet.models.load import DTYPES, save_model
 from whet.models.loaded_model import LoadedModel
-from whet.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, load_adapter_weights, save_adapter
+from whet.models.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    PREFIX,
+    adapter_tensors,
+    load_adapter_weights,
+    save_adapter,
+    save_adapter_config,
+)
 from whet.models.prompt_tuning import ENCODER, is_prompt_tuned
 from whet.storage.checkpoint import (
     CHECKPOINT_FORMAT,
@@ -114,12 +122,19 @@ class ModelFiles:
         """Writes the files of a sharded checkpoint besides the shards. Args: rest: from `shards`."""
         if not self.adapted:
             self._write_config(folder)
+        elif not is_prompt_tuned(self.loaded.module):
+            save_adapter_config(self.loaded.module, folder)
         state = {"format": CHECKPOINT_FORMAT, "version": version}
         write_state(state if rest is None else {**state, "optim": rest}, folder / "state.pt")
 
     def _weights(self) -> dict[str, Tensor]:
-        """The weights that a checkpoint holds, by the module's names; masters in place of parameters."""
+        """The weights that a checkpoint holds, by the module's names, an adapter's by PEFT's; masters in place of
+        parameters.
+        """
         module = self.loaded.module
+        if self.adapted and not is_prompt_tuned(module):
+            masters = {id(p): self.masters.get(n, p) for n, p in module.named_parameters()}
+            return {n: masters.get(id(p), p).detach() for n, p in adapter_tensors(module).items()}
         if self.adapted:
             return {n: self.masters.get(n, p).detach() for n, p in module.named_parameters() if p.requires_grad}
         return {n: t.detach() for n, t in {**named_weights(module), **self.masters}.items()}

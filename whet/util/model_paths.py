@@ -12,6 +12,7 @@ from pathlib import Path
 from whet.errors import ConfigError, format_exception, format_value, nearest
 from whet.util.gguf import convert_gguf, gguf_file
 from whet.util.references import check_access
+from whet.util.sharded_weights import assemble_shards
 
 __all__ = [
     "check_hub",
@@ -83,11 +84,7 @@ def model_folder(source: str | Path) -> str:
         raise ConfigError(f"{name} is a file; give its folder")
     for place in (folder, folder / "actor"):
         if _is_model(place) and (place.parent / "shards").is_dir() and not any(place.glob("*.safetensors")):
-            raise ConfigError(
-                f"{place} is a part of a sharded checkpoint, whose weights are in {place.parent / 'shards'}; resume it "
-                "(trainer.resume=latest) and take final/ of the finished run, or save whole checkpoints "
-                "(trainer.checkpointing_options.sharded=false and enable_async_checkpointing=false)"
-            )
+            return assemble_shards(place)
     if any((folder / file).is_file() for file in MODEL_FILES):
         return str(folder)
     for part in (folder / "final", folder / "actor"):
