@@ -131,10 +131,13 @@ def _write_chunks(
 
 
 def script_text(key: str, value: Any) -> str:
-    """Returns a script that hands a value to the page. Args: key: its name there. value: JSON-able, or a JSON text."""
+    """Returns a script that hands a value to the page, as a text. Args: key: its name there. value: JSON-able, or a
+    text.
+    """
     if not isinstance(value, str):
         value = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return f"whet.receive({json.dumps(key)},{value})\n"
+    text = value.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
+    return f"whet.receive({json.dumps(key)},'{text}')\n"
 
 
 def _write(path: Path, text: str) -> None:
