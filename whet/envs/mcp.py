@@ -70,7 +70,10 @@ class McpServer:
             raise ConfigError(f"the MCP server `{self.name}` did not start: {reason}; try it in a shell") from error
 
     async def _run(self, started: Future[list[Tool]]) -> None:
-        """Opens the session, serves it and closes it in one task, as the client requires. Args: started: receives the tools."""
+        """Opens the session, serves it and closes it in one task, as the client requires.
+
+        Args: started: receives the tools.
+        """
         from mcp import ClientSession
         from mcp.client.stdio import stdio_client
         from mcp.types import PaginatedRequestParams
