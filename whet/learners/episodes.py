@@ -80,7 +80,7 @@ def make_agent_episodes(
 
 
 def longest_sequence(cluster: RLCluster, mode: Mode) -> int | None:
-    """The most tokens of a sequence: what the model has positions for, and in training what a pass holds."""
+    """Returns the most tokens of a sequence: what the model has positions for, and in training what a pass holds."""
     bounds = [max_positions(cluster.actor.module)]
     if mode is Mode.TRAIN:
         bounds.append(cluster.training_config.max_tokens_per_microbatch)

@@ -138,7 +138,9 @@ class AgentEpisodes:
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def _completions(self, episode: Episode, session: Session, end: AgentEnd, out_of_context: bool) -> list[Completion]:
-        """The sequences to train on, with the reward. Raises RewardError: the agent failed, which ends the run."""
+        """Returns the sequences to train on, with the reward. Raises RewardError: the agent failed, which ends
+        the run.
+        """
         reason: FinishReason | None = None
         info: dict[str, Any] = {"status": "finished"}
         rewards: list[float] = []
@@ -163,7 +165,9 @@ class AgentEpisodes:
         return [sequence_completion(sequence, episode, info, reason, of_turn) for sequence in session.sequences]
 
     def _rewards(self, end: AgentEnd, session: Session, episode: Episode) -> list[float]:
-        """The agent's reward, or those of its turns; NaN = it does not apply. Raises RewardError: it has none."""
+        """Returns the agent's reward, or those of its turns; NaN = it does not apply. Raises RewardError: it
+        has none.
+        """
         if isinstance(end.error, CallTimeoutError):
             raise RewardError(f"{end.error}; give its calls limits of their own, or raise rollout.agent_timeout_s")
         if end.error is not None:
@@ -214,7 +218,7 @@ def sequence_completion(
     reason: FinishReason | None,
     rewards: Mapping[int, float],
 ) -> Completion:
-    """A sequence to train on.
+    """Returns a sequence to train on.
 
     Args:
         reason: why the episode ended; None = as the sequence's last turn did.
@@ -234,7 +238,7 @@ def sequence_completion(
 
 
 def _split_messages(messages: Sequence[Message], prompt: Any) -> tuple[list[Message], list[Message]]:
-    """The messages of a conversation before the agent's model spoke, and the others."""
+    """Returns the messages of a conversation before the agent's model spoke, and the others."""
     prompt_messages = [] if isinstance(prompt, str) else list(prompt)
     count = len(prompt_messages)
     if not count or [dict(m) for m in messages[:count]] != [dict(m) for m in prompt_messages]:

@@ -61,7 +61,7 @@ ENGINE_NAMES = {"vanilla": "embedded", "sglang_jax": "sglang"}
 
 
 def core_config(value: T) -> T:
-    """A configuration as whet's own class, without the fields that have no effect there.
+    """Returns a configuration as whet's own class, without the fields that have no effect there.
 
     Args: value: a configuration, or a mapping of modes to them; anything else is returned as it is.
 
@@ -87,7 +87,7 @@ def core_config(value: T) -> T:
 
 
 def _rename(arguments: Any, tunix_name: str, name: str, default: Any = None) -> Any:
-    """The arguments of a configuration, with Tunix's name of a field replaced by whet's.
+    """Returns the arguments of a configuration, with Tunix's name of a field replaced by whet's.
 
     Args: default: of the field; where one of the two names has it, the value of the other counts.
     Raises: ConfigError: the field has a value under both of its names.
@@ -325,7 +325,7 @@ class RolloutConfig(core.RolloutConfig):
         return ArgsKwargs((), sections) if isinstance(arguments, ArgsKwargs) else sections
 
     def __getattr__(self, name: str) -> Any:
-        """An engine's field by its long name."""
+        """Returns an engine's field by its long name."""
         if name not in FLAT_NAMES:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{nearest(name, vars(self))}")
         section, own = FLAT_NAMES[name]

@@ -1,6 +1,7 @@
 """The page in a headless Chromium: every tab, filter and key does what it says, and nothing is logged as an error."""
 
 import json
+import math
 import random
 import shutil
 import threading
@@ -53,6 +54,7 @@ def report(tmp_path_factory):
             messages = [{"role": role, "content": content} for role, content in turns]
             texts[4] = json.dumps([messages[0] | {"tool_calls": [call]}, *messages[1:]])
             texts[5] = '[{"role": 1}]'
+            texts[6] = json.dumps([{"role": "user", "content": f"turn {k}, " + "word " * 200} for k in range(60)])
             write_completions(
                 folder / name / "completions" / f"{file}.parquet",
                 step=step,
@@ -225,6 +227,14 @@ def test_filters_and_orders_of_completions(page):
     assert page.is_disabled("button[aria-label='previous step']")
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_are_put_in_order_without_a_function(page, sign):
+    values = [0.5, -0.25, None, -0.0, 0, 1e-5, -3, 0.5, 12345, -12345, -12346, 0.99999, 1, None, -0.25]
+    found = page.evaluate("([v, sign]) => [...inOrder(Float64Array.from(v, x => x ?? NaN), sign)]", [values, sign])
+    key = lambda i: math.inf if values[i] is None else sign * values[i]
+    assert found == sorted(range(len(values)), key=key)  # equal ones in their order
+
+
 def test_tokens_are_coloured_by_what_is_asked_for(page):
     page.goto(page.url.partition("#")[0] + "#completions/1-train-000600")
     page.wait_for_selector(".group")
@@ -248,7 +258,7 @@ def test_long_lists_and_long_texts_are_drawn_in_parts(page):
     page.goto(page.url.partition("#")[0] + "#completions/0-train-000600")
     page.wait_for_selector(".group")
     assert page.locator(".group").count() < GROUPS
-    page.locator(".text button.more").click()
+    page.locator(".text button.more").first.click()
     length = "document.querySelectorAll('.text')[3].textContent.length"
     assert page.evaluate(length) > 4000
     page.fill("input[aria-label='part of the completion']", "3")
@@ -286,6 +296,17 @@ def test_a_transcript_is_shown_by_its_messages_where_tokens_have_no_colour(page)
     shown = ['assistant Let me see.\nadd({"a":1})', "tool <b>2</b>", 'user {"k":1}\nand']
     assert message.all_inner_texts() == shown
     assert page.locator(".item").nth(5).locator(".message").count() == 0  # no roles
+    long, message = page.locator(".item").nth(6), page.locator(".item").nth(6).locator(".message")
+    message.first.wait_for()
+    assert message.count() == 20 and not long.locator("input").count()  # 20,000 characters of 60,000, and no parts
+    long.locator(".text").evaluate("node => { node.scrollTop = node.scrollHeight }")
+    message.nth(39).wait_for()
+    assert message.count() == 40 and message.nth(39).inner_text().startswith("user turn 39, word")
+    page.fill("input[aria-label='find text']", "turn 57")
+    count(page, "1 of 160 completions")
+    assert page.inner_text(".message >> nth=0").startswith("user turn 57,")
+    page.click("text=from the beginning")
+    assert page.inner_text(".message >> nth=0").startswith("user turn 0,")
 
 
 def test_missing_data_are_named(browser, report, tmp_path):

@@ -1,5 +1,5 @@
 "use strict";
-// The report of runs. Data arrive by whet.receive(key, value) from the scripts in data/: "runs" first, then of a step's
+// The report of runs. Data arrive by whet.receive(key, text) from the scripts in data/: "runs" first, then of a step's
 // completions an index and parts (completions.js). Every text of a run is set as textContent, never as HTML.
 
 const PANELS = [ // title, metrics (the first that a run has), what it is, lowest value of the axis, log axis
@@ -33,7 +33,8 @@ const PANELS = [ // title, metrics (the first that a run has), what it is, lowes
     ["tokens per second", ["perf/tokens_per_second"], "Trained tokens by the time of the whole step.", 0],
     ["seconds a step", ["time/step", "perf/global_step_time"], "", 0],
     ["share idle", ["perf/idle_share"], "Of a step's time: no phase ran, or it waited for rows or tools.", 0],
-    ["model FLOP utilisation", ["perf/mfu", "perf/update_tflops"], "Of the updates: as a share of the GPU's peak, or in TFLOP/s where that is unknown.", 0],
+    ["model FLOP utilisation", ["perf/mfu"], "Of the updates, as a share of the GPU's peak.", 0],
+    ["TFLOP/s of the updates", ["perf/update_tflops"], "What the model computes in the updates, in 10¹² operations a second.", 0],
     ["peak memory", ["memory/peak_allocated", "perf/peak_memory"], "Most bytes so far: of torch's allocator on a GPU, else of the process.", 0],
   ]],
 ];
@@ -42,13 +43,13 @@ const OTHER_COLORS = ["#5fb3b3", "#c17fd0", "#7f9a3d", "#d98c5f"];
 const W = 290, H = 128, LEFT = 50, RIGHT = 6, TOP = 8, BOTTOM = 18;
 const SVG = "http://www.w3.org/2000/svg";
 
-const PARTS = 64; // parts of completions that are held
+const PARTS = 200; // parts of completions that are held
 
 const whet = {
   data: {}, waiting: {}, held: [], steps: {}, runs: [],
   view: { tab: "overview", smooth: 0.8, x: "step", all: "", file: null, sort: "row", colour: "logprob", text: "", low: "", high: "", short: "", long: "", end: "", target: null },
-  receive(key, value) {
-    this.data[key] = value;
+  receive(key, text) { // JSON, or lines of it: a browser reads a text several times as fast as the same data as a program
+    const value = this.data[key] = key.includes(".") ? text.split("\n") : JSON.parse(text);
     if (key.includes(".")) this.held.push(key);
     if (this.held.length > PARTS) delete this.data[this.held.shift()];
     (this.waiting[key] || []).forEach(([then]) => then(value));
