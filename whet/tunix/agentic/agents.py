@@ -99,7 +99,7 @@ class Trajectory:
     """The ids before the first turn, if there was a tokenizer."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The trajectory in plain values."""
+        """Returns the trajectory in plain values."""
         return {
             "task": self.task,
             "steps": [asdict(step) for step in self.steps],
@@ -149,7 +149,7 @@ class LLMBaseAgent(abc.ABC):
         """Begins an episode."""
 
     def get_current_step(self) -> Step | None:
-        """The last step."""
+        """Returns the last step."""
         return self.trajectory.steps[-1] if self.trajectory.steps else None
 
 

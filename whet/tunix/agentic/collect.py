@@ -51,7 +51,7 @@ class ChatTemplateParser:
     def parse(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, is_first_msg: bool = False
     ) -> str:
-        """The text of messages. Args: is_first_msg: no effect."""
+        """Returns the text of messages. Args: is_first_msg: no effect."""
         return self.tokenizer.apply_chat_template(
             message_texts(messages),
             tokenize=False,
@@ -147,7 +147,7 @@ class TrajectoryCollectEngine:
         self.status = TrajectoryStatus.RUNNING
 
     def has_turn(self) -> bool:
-        """Whether the model has another turn; otherwise the status says why not."""
+        """Returns whether the model has another turn; otherwise the status says why not."""
         if self.status is not TrajectoryStatus.RUNNING:
             return False
         if len(self.agent.trajectory.steps) >= self.max_steps:
@@ -262,7 +262,7 @@ class TrajectoryCollectEngine:
                 self.used += len(step.env_tokens)
 
     def _ids(self, messages: Sequence[Mapping[str, Any]], *, first: bool) -> list[int]:
-        """The ids of messages and the header of the next turn; [] without a tokenizer and a parser."""
+        """Returns the ids of messages and the header of the next turn; [] without a tokenizer and a parser."""
         if self.tokenizer is None or self.chat_parser is None:
             return []
         text = self.chat_parser.parse(messages=message_texts(messages), add_generation_prompt=True, is_first_msg=first)
@@ -313,7 +313,7 @@ def _step_columns(step: Step) -> dict[str, Any]:
 
 
 def _joined(steps: Sequence[Step]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The ids, masks and logprobs of all steps, [C] each; what the model did not sample has mask and logprob 0."""
+    """Returns the ids, masks and logprobs of all steps, [C] each; what the model did not sample has mask and logprob 0."""
     columns: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for step in steps:
         if step.assistant_tokens is not None and step.assistant_masks is not None:

@@ -54,7 +54,7 @@ class BaseEnv(abc.ABC):
 
     @classmethod
     def from_dict(cls, env_args: dict[str, Any]) -> Self:
-        """The environment of keyword arguments."""
+        """Returns the environment of keyword arguments."""
         return cls(**env_args)
 
 
@@ -83,7 +83,7 @@ class BaseTaskEnv(BaseEnv):
         self.extra_kwargs = kwargs
 
     def _initial_observation(self) -> Any:
-        """The first observation."""
+        """Returns the first observation."""
         raise NotImplementedError(f"write {type(self).__name__}._initial_observation")
 
     def _step_impl(self, action: Any) -> EnvStepResult:
@@ -102,7 +102,7 @@ class BaseTaskEnv(BaseEnv):
         return result.observation, result.reward, result.done or self.step_count >= self.max_steps, result.info
 
     def _answer_reward(self, answer: Any) -> float:
-        """The reward of an answer by reward_fn, which may return a RewardOutput; without one 0."""
+        """Returns the reward of an answer by reward_fn, which may return a RewardOutput; without one 0."""
         if self.reward_fn is None:
             return 0.0
         reward = self.reward_fn(task=self.task, action=answer)
@@ -131,7 +131,7 @@ class TaskEnvironment(BaseTaskEnv):
 
     @classmethod
     def from_dict(cls, env_args: dict[str, Any]) -> Self:
-        """The environment of a mapping with the task's entries, reward_fn and group_id."""
+        """Returns the environment of a mapping with the task's entries, reward_fn and group_id."""
         task = dict(env_args)
         options = {name: task.pop(name, None) for name in ("reward_fn", "group_id")}
         return cls(task, **options)
@@ -178,13 +178,13 @@ class ToolEnvironment(BaseTaskEnv):
 
     @classmethod
     def from_dict(cls, env_args: dict[str, Any]) -> Self:
-        """The environment of a mapping with tool_map, reward_fn, max_steps and the task's entries."""
+        """Returns the environment of a mapping with tool_map, reward_fn, max_steps and the task's entries."""
         task = dict(env_args)
         reward_fn, max_steps = task.pop("reward_fn", None), task.pop("max_steps", 10)
         return cls(tool_map=task.pop("tool_map"), task=task, reward_fn=reward_fn, max_steps=max_steps)
 
 
 def _arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, which may be JSON."""
+    """Returns the arguments of a call, which may be JSON."""
     arguments = call["function"].get("arguments", {})
     return json.loads(arguments) if isinstance(arguments, str) else arguments

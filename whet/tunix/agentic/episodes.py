@@ -101,7 +101,7 @@ class AgenticEpisodes:
         return engine
 
     def _room(self, engine: TrajectoryCollectEngine, session: Session, context: np.ndarray) -> int:
-        """The tokens that are left for a turn. Sets how many the episode has used. Args: context: of the turn."""
+        """Returns the tokens that are left for a turn. Sets how many the episode has used. Args: context: of the turn."""
         used = len(context) - len(session.sequences[0].prefix) if session.sequences else 0
         engine.used = max(engine.used, used)
         rooms = [self.model.room(context)]
@@ -117,7 +117,7 @@ class AgenticEpisodes:
         info: dict[str, Any],
         reason: FinishReason,
     ) -> list[Completion]:
-        """The sequences to train on. Args: info, reason: how the episode ended."""
+        """Returns the sequences to train on. Args: info, reason: how the episode ended."""
         info["turns"] = session.turns
         if episode.attempts > 1:
             info["attempts"] = episode.attempts
@@ -150,7 +150,7 @@ def _wait(function: Callable[[], Any], name: str, phase: str, timeout_s: float |
 
 
 def _checked_reward(engine: TrajectoryCollectEngine, episode: Episode) -> float:
-    """The reward of the trajectory. Raises RewardError: it is no finite number."""
+    """Returns the reward of the trajectory. Raises RewardError: it is no finite number."""
     reward, name = engine.agent.trajectory.reward, type(engine.env).__name__
     checked = check_values([reward], [f"{episode.prompt.row}_{episode.generation}"], name=name)
     if checked.wrong or np.isnan(checked.rewards[0]):
@@ -159,7 +159,7 @@ def _checked_reward(engine: TrajectoryCollectEngine, episode: Episode) -> float:
 
 
 def _reason(engine: TrajectoryCollectEngine, last: FinishReason) -> FinishReason:
-    """Why an episode ended. "length" is what overlong_filter leaves out, where it is on."""
+    """Returns why an episode ended. "length" is what overlong_filter leaves out, where it is on."""
     if engine.status is TrajectoryStatus.ENV_TIMEOUT:
         return "error"
     if engine.overlong_filter:

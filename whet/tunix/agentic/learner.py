@@ -115,14 +115,14 @@ class AgenticGRPOLearner(GRPOLearner):
         super().set_reward_fns([_with_last_turns(fn) if callable(fn) else fn for fn in fns] or None)
 
     def episode_runner(self, mode: Mode) -> EpisodeRunner | None:
-        """The generator function of a mode's episodes."""
+        """Returns the generator function of a mode's episodes."""
         if mode not in self._episode_runners:
             model = _policy_model(self.cluster, mode, self.chat_parser)
             self._episode_runners[mode] = AgenticEpisodes(self._start, model, self.failures).run_episode
         return self._episode_runners[mode]
 
     def _start(self, episode: Episode) -> TrajectoryCollectEngine:
-        """An agent and an environment for an episode."""
+        """Returns an agent and an environment for an episode."""
         prompt, c = episode.prompt, self.agentic_config
         row = {name: _scalar(value) for name, value in {**prompt.columns, "prompts": prompt.source}.items()}
         agent, env = self._create_agent_env_pair(row, group_id=prompt.row, pair_index=episode.generation)
@@ -137,7 +137,7 @@ class AgenticGRPOLearner(GRPOLearner):
         )
 
     def _create_agent_env_pair(self, single_example: dict[str, Any], group_id: int, pair_index: int) -> tuple[Any, Any]:
-        """The agent and the environment of an episode.
+        """Returns the agent and the environment of an episode.
 
         Args: single_example: the row. group_id: its number. pair_index: the generation.
         """
@@ -152,12 +152,12 @@ class _ParserModel(RunModel):
     parser: Any = None
 
     def render(self, messages: Any, tools: Any, options: Any, *, asks: bool) -> str:
-        """The text of a conversation. Args: asks: with the header of the assistant's turn."""
+        """Returns the text of a conversation. Args: asks: with the header of the assistant's turn."""
         return self.parser.parse(messages=messages, add_generation_prompt=asks, is_first_msg=True)
 
 
 def _policy_model(cluster: CoreCluster, mode: Mode, parser: Any) -> RunModel:
-    """The policy of a mode's episodes. Args: parser: of the user's; None = the tokenizer's chat template."""
+    """Returns the policy of a mode's episodes. Args: parser: of the user's; None = the tokenizer's chat template."""
     rollout = cluster.rollout_for(mode)
     options = dict(rollout.chat_template_kwargs or {})
     own = isinstance(parser, ChatTemplateParser) or parser is None
@@ -176,12 +176,12 @@ def _policy_model(cluster: CoreCluster, mode: Mode, parser: Any) -> RunModel:
 
 
 def _scalar(value: Any) -> Any:
-    """A number or a text as a NumPy scalar, which has `item` like the arrays of Tunix's rows; others as copies."""
+    """Returns a number or a text as a NumPy scalar, which has `item` like the arrays of Tunix's rows; others as copies."""
     return np.array([value])[0] if isinstance(value, str | int | float | bool) else copy.deepcopy(value)
 
 
 def _with_last_turns(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is given the last turn of the model in place of an episode's messages."""
+    """Returns a function that is given the last turn of the model in place of an episode's messages."""
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ _REGISTRY: dict[str, ActionReward] = {}
 
 
 def register(name: str) -> Callable[[ActionReward], ActionReward]:
-    """Decorator: gives a function a name. Raises ConfigError (a ValueError): the name is taken."""
+    """Gives a function a name, as a decorator. Raises ConfigError (a ValueError): the name is taken."""
 
     def add(fn: ActionReward) -> ActionReward:
         if name in _REGISTRY:
@@ -53,7 +53,7 @@ def unregister(name: str) -> bool:
 
 
 def get_reward_fn(name: str) -> ActionReward:
-    """The function of a name. Raises ConfigError: there is none.
+    """Returns the function of a name. Raises ConfigError: there is none.
 
     >>> get_reward_fn("exact_match")({"ground_truth": "4"}, " 4 ").reward
     1.0
@@ -64,7 +64,7 @@ def get_reward_fn(name: str) -> ActionReward:
 
 
 def combine_rewards(weights: Mapping[str, float]) -> ActionReward:
-    """The weighted sum of named functions.
+    """Returns the weighted sum of named functions.
 
     >>> combine_rewards({"exact_match": 0.5, "is_two": 1.0})({"ground_truth": "2"}, "2").reward
     1.5
@@ -80,14 +80,14 @@ def combine_rewards(weights: Mapping[str, float]) -> ActionReward:
 
 @register("exact_match")
 def exact_match(task: Mapping[str, Any], action: str) -> RewardOutput:
-    """1 if the action is the task's ground_truth, without the spaces around it."""
+    """Returns 1 if the action is the task's ground_truth, without the spaces around it."""
     score = float(action.strip() == str(task.get("ground_truth", "")).strip())
     return RewardOutput(score, {"exact_match": score})
 
 
 @register("is_two")
 def is_two_reward(task: Mapping[str, Any], action: str) -> RewardOutput:
-    """1 if the action is the number 2."""
+    """Returns 1 if the action is the number 2."""
     try:
         score = float(float(action) == 2.0)
     except ValueError:
@@ -97,7 +97,7 @@ def is_two_reward(task: Mapping[str, Any], action: str) -> RewardOutput:
 
 @register("dummy")
 def dummy_reward(task: Mapping[str, Any], action: str) -> RewardOutput:
-    """0."""
+    """Returns 0."""
     return RewardOutput(0.0, {})
 
 
@@ -124,7 +124,7 @@ def _evaluate(node: ast.AST) -> float:
 
 @register("calculate")
 def calculate_reward(task: Mapping[str, Any], action: str) -> RewardOutput:
-    """1 if the action is the value of the task's question, such as "2*3 = ?", within 1e-6.
+    """Returns 1 if the action is the value of the task's question, such as "2*3 = ?", within 1e-6.
 
     >>> calculate_reward({"question": "2*3 = ?"}, "The answer is 6.").reward
     1.0

@@ -55,7 +55,7 @@ class ToolOutput:
     metadata: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
-        """The text for the model."""
+        """Returns the text for the model."""
         if self.error:
             return f"Error: {self.error}"
         if isinstance(self.output, dict | list):
@@ -90,10 +90,10 @@ class BaseTool(metaclass=_Locked):
 
     @abc.abstractmethod
     def get_json_schema(self) -> dict[str, Any]:
-        """The tool in the form of OpenAI's API."""
+        """Returns the tool in the form of OpenAI's API."""
 
     def to_mcp_json(self) -> dict[str, Any]:
-        """The tool with its attribute inputSchema as its parameters."""
+        """Returns the tool with its attribute inputSchema as its parameters."""
         parameters = getattr(self, "inputSchema", {})
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
@@ -122,7 +122,7 @@ class CalculatorTool(BaseTool):
     }
 
     def get_json_schema(self) -> dict[str, Any]:
-        """The tool in the form of OpenAI's API."""
+        """Returns the tool in the form of OpenAI's API."""
         number = lambda which: {"type": "number", "description": f"The {which} operand"}
         operations = list(self.OPERATIONS)
         op = {"type": "string", "enum": operations, "description": f"Operator, one of: {' '.join(operations)}"}
@@ -171,15 +171,15 @@ class ToolManager:
         return list(self._tool_dict)
 
     def get_tools(self) -> list[BaseTool]:
-        """The tools."""
+        """Returns the tools."""
         return list(self._tool_dict.values())
 
     def get_json_schema(self) -> list[dict[str, Any]]:
-        """The tools in the form of OpenAI's API."""
+        """Returns the tools in the form of OpenAI's API."""
         return [tool.get_json_schema() for tool in self._tool_dict.values()]
 
     def get_mcp_schema(self) -> list[dict[str, Any]]:
-        """The tools by `to_mcp_json`."""
+        """Returns the tools by `to_mcp_json`."""
         return [tool.to_mcp_json() for tool in self._tool_dict.values()]
 
     def register_mcp_tool(self, tool: BaseTool) -> None:
@@ -226,11 +226,11 @@ class ToolParser(abc.ABC):
 
     @abc.abstractmethod
     def parse(self, model_response: str) -> list[ToolCall]:
-        """The calls of a turn."""
+        """Returns the calls of a turn."""
 
     @abc.abstractmethod
     def get_tool_prompt(self, tools: Sequence[BaseTool], *, schema_style: str = "openai") -> str:
-        """The part of the system prompt that describes tools. Args: schema_style: openai, or mcp."""
+        """Returns the part of the system prompt that describes tools. Args: schema_style: openai, or mcp."""
 
     def _tools_schema_dump(self, tools: Sequence[BaseTool], schema_style: str) -> str:
         schemas = [tool.to_mcp_json() if schema_style == "mcp" else tool.get_json_schema() for tool in tools]
@@ -248,7 +248,7 @@ class QwenToolParser(ToolParser):
     tool_output_begin, tool_output_end = "<tool_response>", "</tool_response>"
 
     def parse(self, model_response: str) -> list[ToolCall]:
-        """The calls of a turn; what is no JSON with a name and arguments is none."""
+        """Returns the calls of a turn; what is no JSON with a name and arguments is none."""
         calls = []
         pattern = f"{re.escape(self.tool_call_begin)}(.*?){re.escape(self.tool_call_end)}"
         for body in re.findall(pattern, model_response, re.DOTALL):
@@ -258,7 +258,7 @@ class QwenToolParser(ToolParser):
         return calls
 
     def get_tool_prompt(self, tools: Sequence[BaseTool], *, schema_style: str = "openai") -> str:
-        """The part of the system prompt that describes tools, as Qwen's chat template does."""
+        """Returns the part of the system prompt that describes tools, as Qwen's chat template does."""
         return (
             "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
             f"{self._tools_schema_dump(tools, schema_style)}\n</tools>\n\n"
@@ -272,11 +272,11 @@ class GeminiToolParser(ToolParser):
     """Reads no calls, like Tunix's: a turn of Gemini's API has its calls beside the text."""
 
     def parse(self, model_response: Any) -> list[ToolCall]:
-        """No calls."""
+        """Returns no calls."""
         return []
 
     def get_tool_prompt(self, tools: Sequence[BaseTool], *, schema_style: str = "gemini") -> str:
-        """What Tunix says."""
+        """Returns what Tunix says."""
         return "Return a functionCall with name and args."
 
 
@@ -284,7 +284,7 @@ _PARSERS: dict[str, type[ToolParser]] = {"qwen": QwenToolParser, "gemini": Gemin
 
 
 def get_tool_parser(parser_name: str = "qwen") -> type[ToolParser]:
-    """The class of a parser. Raises ConfigError (a ValueError): there is none of that name.
+    """Returns the class of a parser. Raises ConfigError (a ValueError): there is none of that name.
 
     >>> get_tool_parser().__name__
     'QwenToolParser'
