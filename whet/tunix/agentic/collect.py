@@ -313,7 +313,7 @@ def _step_columns(step: Step) -> dict[str, Any]:
 
 
 def _joined(steps: Sequence[Step]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the ids, masks and logprobs of all steps, [C] each; what the model did not sample has mask and logprob 0."""
+    """Returns the ids, masks and logprobs of all steps, [C] each, 0 where the model did not sample."""
     columns: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for step in steps:
         if step.assistant_tokens is not None and step.assistant_masks is not None:

@@ -101,7 +101,7 @@ class AgenticEpisodes:
         return engine
 
     def _room(self, engine: TrajectoryCollectEngine, session: Session, context: np.ndarray) -> int:
-        """Returns the tokens that are left for a turn. Sets how many the episode has used. Args: context: of the turn."""
+        """Returns the tokens that are left for a turn. Counts those used. Args: context: of the turn."""
         used = len(context) - len(session.sequences[0].prefix) if session.sequences else 0
         engine.used = max(engine.used, used)
         rooms = [self.model.room(context)]

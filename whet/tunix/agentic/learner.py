@@ -176,7 +176,7 @@ def _policy_model(cluster: CoreCluster, mode: Mode, parser: Any) -> RunModel:
 
 
 def _scalar(value: Any) -> Any:
-    """Returns a number or a text as a NumPy scalar, which has `item` like the arrays of Tunix's rows; others as copies."""
+    """Returns a number or a text as a NumPy scalar, which has `item` like Tunix's arrays; others as copies."""
     return np.array([value])[0] if isinstance(value, str | int | float | bool) else copy.deepcopy(value)
 
 
