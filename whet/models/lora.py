@@ -103,7 +103,7 @@ class SavedAdapter:
 
 
 def find_adapter(path: str) -> SavedAdapter | None:
-    """The adapter in a folder or under a hub name; None = there is none.
+    """Returns the adapter in a folder or under a hub name; None = there is none.
 
     Raises: ConfigError: its files can't be read, it is not plain LoRA, the folder also holds the weights of a model, or
         the adapter does not name its base model.
@@ -154,7 +154,7 @@ def find_adapter(path: str) -> SavedAdapter | None:
 
 
 def _cached_file(path: str, name: str) -> str | None:
-    """The path of a file in a folder or under a hub name; None = there is no such file."""
+    """Returns the path of a file in a folder or under a hub name; None = there is no such file."""
     return cached_file(path, name, **MISSING_IS_NONE)
 
 
@@ -343,7 +343,7 @@ def check_adapter(module: PreTrainedModel) -> None:
 
 
 def adapter_tensors(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The tensors of an adapter's file: A and B of each layer, and every other trained parameter.
+    """Returns the tensors of an adapter's file: A and B of each layer, and every other trained parameter.
 
     Args: module: a model with an adapter.
     Returns: PEFT's name without its prefix -> the parameter. A shared parameter is listed under each of its names.
@@ -434,7 +434,7 @@ def save_adapter_config(module: PreTrainedModel, folder: Path) -> None:
 
 @torch.no_grad()
 def merged_model(module: PreTrainedModel, masters: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
-    """A copy of a model with its adapter merged: a plain model on the CPU, with the weights W + s B A in fp32.
+    """Returns a copy of a model with its adapter merged: a plain model on the CPU, with the weights W + s B A in fp32.
 
     Args: module: a model with an adapter; it does not change. masters: fp32 tensors that replace parameters, by the
         parameters' names.

@@ -248,7 +248,7 @@ def _parts(module: nn.Module) -> list[FSDPModule]:
 
 
 def _is_divided(grad: Tensor) -> bool:
-    """Whether tensor parallelism divides a tensor. Its axis is the last one of the mesh."""
+    """Returns whether tensor parallelism divides a tensor. Its axis is the last one of the mesh."""
     named = grad.device_mesh.mesh_dim_names if isinstance(grad, DTensor) else None
     return bool(named) and named[-1] == "tensor" and grad.placements[-1].is_shard()  # pyright: ignore
 

@@ -84,7 +84,7 @@ def _check_divides(fact: str, count: int, size: int) -> None:
 
 
 def _unsupported_reason(part: nn.Module, style: str) -> str | None:
-    """Why a part of a plan can't be carried out; None = it can."""
+    """Returns why a part of a plan can't be carried out; None = it can."""
     if style == PARTIAL:
         return None
     if style not in (COLWISE, ROWWISE):
@@ -101,7 +101,7 @@ def _unsupported_reason(part: nn.Module, style: str) -> str | None:
 
 
 def _unplanned(layer: nn.Module, plan: dict[str, str]) -> str | None:
-    """A parameter beside divided ones for which there is no plan; None = there is none."""
+    """Returns a parameter beside divided ones for which there is no plan; None = there is none."""
     blocks = tuple(f"{path.rpartition('.')[0]}." for path in plan)
     handled = tuple(f"{path}." for path in plan)
     names = (name for name, _ in layer.named_parameters())
@@ -109,7 +109,7 @@ def _unplanned(layer: nn.Module, plan: dict[str, str]) -> str | None:
 
 
 def _plan_of(backbone: Any, layer: nn.Module | None = None) -> dict[str, str]:
-    """The plan of a decoder layer: the path in the layer -> transformers' name of what is done with it.
+    """Returns the plan of a decoder layer: the path in the layer -> transformers' name of what is done with it.
 
     Args: layer: layers of a model may differ, and what this one hasn't is left out; None = of any layer.
     """
@@ -120,7 +120,9 @@ def _plan_of(backbone: Any, layer: nn.Module | None = None) -> dict[str, str]:
 
 
 def _matrices(layer: nn.Module, path: str, style: str) -> Iterator[tuple[str, str]]:
-    """The linear layers to divide for a part of a plan, and how; of an adapter B A the matrix on the divided side."""
+    """Yields the linear layers to divide for a part of a plan, and how; of an adapter B A the matrix on the divided
+    side.
+    """
     part: Any = layer.get_submodule(path)
     if not is_adapter_layer(part):
         yield path, style
@@ -197,7 +199,7 @@ def _summed(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def take_targets(micro: MicroBatch, group: dist.ProcessGroup) -> MicroBatch:
-    """A process's part of a pass: all of its tokens, and the targets whose logits this process computes.
+    """Returns a process's part of a pass: all of its tokens, and the targets whose logits this process computes.
 
     Args: micro: the pass, or the part of it that context parallelism has made. group: the processes.
     """
@@ -224,7 +226,7 @@ class _Inputs:
         self._last: tuple[Tensor, Tensor] | None = None
 
     def read(self, x: Tensor) -> Tensor:
-        """The same tensor, whose gradient is summed over the processes."""
+        """Returns the same tensor, whose gradient is summed over the processes."""
         if self._last is None or self._last[0] is not x:
             self._last = x, _ForBackward.apply(x, lambda grad: _summed(grad, self._group))
         return self._last[1]
@@ -235,7 +237,7 @@ class _Inputs:
 
 
 def _column_forward(layer: nn.Linear, inputs: _Inputs) -> Callable[[Tensor], Tensor]:
-    """The forward of a layer divided by rows: each process has some of the outputs."""
+    """Returns the forward of a layer divided by rows: each process has some of the outputs."""
 
     def forward(x: Tensor) -> Tensor:
         if not isinstance(layer.weight, DTensor):  # whole, while the process samples
@@ -247,7 +249,7 @@ def _column_forward(layer: nn.Linear, inputs: _Inputs) -> Callable[[Tensor], Ten
 
 
 def _row_forward(layer: nn.Linear, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """The forward of a layer divided by columns: each process adds a part of every output."""
+    """Returns the forward of a layer divided by columns: each process adds a part of every output."""
 
     def forward(x: Tensor) -> Tensor:
         if not isinstance(layer.weight, DTensor):

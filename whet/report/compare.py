@@ -56,7 +56,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of values, one for each run."""
+        """Returns the spread of values, one for each run."""
         mean = math.fsum(values) / len(values)
         if len(values) == 1:
             return cls(mean, math.nan, 1)
@@ -127,7 +127,9 @@ def compare_runs(runs: Sequence[str | Path], *, metrics: Sequence[str] = (), las
 
 
 def _without_run_dir(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings; a path in the run's own folder, such as the demo's starting model, is written as RUN_DIR/..."""
+    """Returns the settings; a path in the run's own folder, such as the demo's starting model, is written as
+    RUN_DIR/...
+    """
     folder = str(config.get("trainer.run_dir") or "").strip("/")
     of_value = lambda value: f"/{value}".partition(f"/{folder}/")[2] if folder and isinstance(value, str) else ""
     return {key: f"RUN_DIR/{rest}" if (rest := of_value(value)) else value for key, value in config.items()}

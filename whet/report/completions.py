@@ -48,7 +48,7 @@ class TokenTexts:
         self._texts: dict[int, str | None] = {}
 
     def __call__(self, tokens: Sequence[int]) -> list[str]:
-        """The texts of tokens. Args: tokens [S]: ids."""
+        """Returns the texts of tokens. Args: tokens [S]: ids."""
         texts: list[str] = []
         for has_text, ids in groupby(tokens, key=lambda t: self._text(t) is not None):
             run = list(ids)
@@ -56,7 +56,7 @@ class TokenTexts:
         return texts
 
     def _text(self, token: int) -> str | None:
-        """A token's text; None if it is a part of a character.
+        """Returns a token's text; None if it is a part of a character.
 
         It is decoded after itself, since a first token may lose its leading space.
         """
@@ -88,7 +88,7 @@ def load_token_texts(run: str | Path, model: Any = None) -> TokenTexts | None:
 
 
 def step_scripts(path: Path, token_texts: TokenTexts | None) -> Iterator[tuple[str, str]]:
-    """A file of completions as texts for the page, one after the other.
+    """Yields a file of completions as texts for the page, one after the other.
 
     Args: path: a file of RunFolder.write_completions. token_texts: None = completions without their tokens.
     Yields: (".0", a part), (".1", the next part) ..., and at last ("", the index).
@@ -124,7 +124,7 @@ def step_scripts(path: Path, token_texts: TokenTexts | None) -> Iterator[tuple[s
 
 
 def prompt_means(path: Path) -> list[float]:
-    """The mean reward of each group of a file of completions, of those that have one.
+    """Returns the mean reward of each group of a file of completions, of those that have one.
 
     Raises: CheckpointError: the file can't be read.
     """
@@ -170,7 +170,7 @@ class _Index:
         self._segments[-1] += 1
 
     def value(self) -> dict[str, Any]:
-        """The index, JSON-able."""
+        """Returns the index, JSON-able."""
         functions = [_base64(values, "<f8") for values in self._functions.values()]
         rewards = {"functions": list(self._functions), "f": functions, "ends": list(self._ends)}
         segments = self._segments if any(n > 1 for n in self._segments) else None
@@ -183,7 +183,7 @@ def _base64(values: Sequence[float | None], kind: str) -> str:
 
 
 def _in_groups(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[bool, Mapping[str, Any]]]:
-    """Whether a row begins a group, and the row. A prompt that comes twice in a step is two groups."""
+    """Yields whether a row begins a group, and the row. A prompt that comes twice in a step is two groups."""
     previous: tuple[int, int] | None = None
     for row in rows:
         yield previous is None or row["row"] != previous[0] or row["generation"] <= previous[1], row
@@ -231,7 +231,7 @@ def _of_tokens(row: Mapping[str, Any], token_texts: TokenTexts) -> Iterator[dict
 
 
 def _token_numbers(row: Mapping[str, Any], count: int) -> dict[str, Callable[[int, int], list[Any]]]:
-    """What is known of the tokens: the name on the page -> the values of tokens first to after."""
+    """Returns what is known of the tokens: the name on the page -> the values of tokens first to after."""
     logprobs, trainer, entropy, advantages, versions = map(
         row.get, ("logprobs", "trainer_logprobs", "entropy", "advantages", "versions")
     )

@@ -74,7 +74,7 @@ class ModelFiles:
         self.adapted = loaded.adapter is not None
 
     def paths(self, folder: Path) -> list[Path]:
-        """The model's files in its folder of a checkpoint."""
+        """Returns the model's files in its folder of a checkpoint."""
         weights = (ADAPTER_WEIGHTS, ADAPTER_CONFIG) if self.adapted else ("model.safetensors", "config.json")
         rest = _RESUMED[1:] if self.optim is None else _RESUMED
         rest = (*rest, ENCODER) if is_prompt_tuned(self.loaded.module) else rest
@@ -108,7 +108,7 @@ class ModelFiles:
             self.loaded.module.generation_config.to_json_file(folder / "generation_config.json")  # pyright: ignore
 
     def shards(self) -> tuple[dict[str, Tensor], Any]:
-        """What a resumed worker needs: this process's shards of the tensors, and the optimizer's plain state.
+        """Returns what a resumed worker needs: this process's shards of the tensors, and the optimizer's plain state.
 
         Returns: "model.<parameter>" and "optim.<parameter>.<key>" -> tensor; the state, for `write_plain`.
         """
@@ -128,8 +128,8 @@ class ModelFiles:
         write_state(state if rest is None else {**state, "optim": rest}, folder / "state.pt")
 
     def _weights(self) -> dict[str, Tensor]:
-        """The weights that a checkpoint holds, by the module's names, an adapter's by PEFT's; masters in place of
-        parameters.
+        """Returns the weights that a checkpoint holds, by the module's names, an adapter's by PEFT's; masters in place
+        of parameters.
         """
         module = self.loaded.module
         if self.adapted and not is_prompt_tuned(module):
@@ -207,7 +207,7 @@ class ModelFiles:
 
     @contextmanager
     def _masters_in(self) -> Iterator[None]:
-        """A context in which the module's parameters are the fp32 masters."""
+        """Returns a context in which the module's parameters are the fp32 masters."""
         masters = self.masters
         params = dict(self.loaded.module.named_parameters())
         originals = {n: p.data for n, p in params.items() if n in masters and masters[n] is not p}
@@ -229,5 +229,5 @@ def separate_training_state(folder: Path) -> None:
 
 
 def _state_folder(folder: Path) -> Path:
-    """The folder of a model's training state."""
+    """Returns the folder of a model's training state."""
     return folder / STATE_FOLDER if (folder / STATE_FOLDER).is_dir() else folder

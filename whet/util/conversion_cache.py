@@ -17,7 +17,7 @@ logger = logging.getLogger("whet")
 
 
 def convert_once(source: Path, name: str, write: Callable[[Path], None]) -> str:
-    """The converted folder of a source, which is written if the cache lacks it.
+    """Returns the converted folder of a source, which is written if the cache lacks it.
 
     Args: source: for messages. name: of the folder in whet/ of $XDG_CACHE_HOME or ~/.cache, with a hash of what the
         source holds. write: fills an empty folder; it may raise any error.

@@ -28,7 +28,7 @@ FORMAT = 1
 
 
 def gguf_file(source: Path) -> Path | None:
-    """The GGUF file of a path: the file itself, or the only one in a folder without a Hugging Face model.
+    """Returns the GGUF file of a path: the file itself, or the only one in a folder without a Hugging Face model.
 
     Args: source: a path that exists.
     Returns: None if there is no GGUF file.
@@ -118,7 +118,7 @@ def _read_once(file: Path) -> Iterator[Any]:
 
 
 def _digest(file: Path) -> str:
-    """A digest of the file's size and of its first and last megabyte, which hold its metadata and weights."""
+    """Returns a digest of the file's size and of its first and last megabyte, which hold its metadata and weights."""
     size, part = file.stat().st_size, 1 << 20
     digest = hashlib.blake2b(f"{FORMAT} {size}".encode(), digest_size=8)
     with file.open("rb") as f:
@@ -129,7 +129,7 @@ def _digest(file: Path) -> str:
 
 
 def _known_architectures() -> list[str]:
-    """The architectures whose GGUF files transformers reads."""
+    """Returns the architectures whose GGUF files transformers reads."""
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     return sorted({*GGUF_SUPPORTED_ARCHITECTURES} - {"general", "tokenizer"})

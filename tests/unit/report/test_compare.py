@@ -73,4 +73,4 @@ def test_the_command(tmp_path, capsys):
     assert main(["compare", str(a), str(b), "--html", f"out={a}"]) == 2
     assert "the page can't be written" in capsys.readouterr().err
     assert main(["compare", str(a)]) == 2 and "needs two runs or more" in capsys.readouterr().err
-    assert main(["compare", str(a), str(tmp_path / "none")]) == 2 and "is no folder" in capsys.readouterr().err
+    assert main(["compare", str(a), str(tmp_path / "none")]) == 2 and "is not a folder" in capsys.readouterr().err

@@ -225,7 +225,7 @@ def test_the_command(run, tmp_path, capsys, monkeypatch):
     assert main(["report", "a", str(run)]) == 2 and "named twice" in capsys.readouterr().err
     for words, message in (
         ([], "no run; write whet report runs/a"),
-        (["b"], "b is no folder"),
+        (["b"], "b is not a folder"),
         (["a/completions"], "no metrics.jsonl with rows"),
         (["a", "max_mb=0"], "max_mb=0: expected megabytes above 0"),
         (["a", "runs=b"], "both name runs"),
@@ -236,5 +236,5 @@ def test_the_command(run, tmp_path, capsys, monkeypatch):
 
 
 def test_a_missing_run_is_a_config_error(tmp_path):
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         run_data(tmp_path / "none")

@@ -120,7 +120,7 @@ def test_a_run_that_is_gone_is_an_answer(run, served):
     url = served()
     shutil.rmtree(run)
     status, text, _ = get(url + "data/runs.js")
-    assert status == 503 and "is no folder" in text
+    assert status == 503 and "is not a folder" in text
 
 
 def test_only_a_request_to_loopback_or_with_the_token_is_answered(served):
