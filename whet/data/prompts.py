@@ -61,7 +61,7 @@ RESERVED_COLUMNS = (
 
 
 def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None, row: int | None = None) -> str:
-    """The column that holds the prompts.
+    """Returns the column that holds the prompts.
 
     Args: columns: the columns of a row. prompt_column: the configured name; None = the first of prompt, prompts,
         messages, question and conversations that exists. row: the row number, for the message.
@@ -178,7 +178,7 @@ class PromptEncoder:
         data: DataConfig | None = None,
         **options: Any,
     ) -> PromptEncoder:
-        """The encoder of a configuration.
+        """Returns the encoder of a configuration.
 
         Args: tokenizer: of transformers. rollout: the rollout section of a mode. data: the section data; None = only
             options. options: more arguments.
@@ -200,7 +200,7 @@ class PromptEncoder:
         self._warned_of_empty = False
 
     def __call__(self, row: Mapping[str, Any] | Prompt, number: int = 0) -> Prompt | None:
-        """One row as a Prompt.
+        """Returns one row as a Prompt.
 
         Args:
             row: column -> value; or an encoded Prompt, and then only its length is checked again.
@@ -239,7 +239,7 @@ class PromptEncoder:
         ]
 
     def _render_row(self, row: Any, number: int) -> _PromptText:
-        """The prompt of a row, and the text to tokenise."""
+        """Returns the prompt of a row, and the text to tokenise."""
         if not isinstance(row, Mapping):
             raise DataError(f"row {number} is {type(row).__name__}; a row is a mapping from column to value")
         name = find_prompt_column(row, self.prompt_column, number)
@@ -255,7 +255,7 @@ class PromptEncoder:
         return _PromptText(number, source, columns, self._render_text(source, template_options(row, number), number))
 
     def _tokenize(self, texts: Sequence[_PromptText]) -> list[list[int]]:
-        """The token ids of each text. A chat template writes the special tokens itself."""
+        """Returns the token ids of each text. A chat template writes the special tokens itself."""
         ids_by_row: dict[int, list[int]] = {}
         for plain in (True, False):
             group = [text for text in texts if self.is_plain(text.source) is plain]
@@ -266,7 +266,7 @@ class PromptEncoder:
         return [ids_by_row[text.number] for text in texts]
 
     def _make_prompt(self, text: _PromptText, tokens: list[int]) -> Prompt | None:
-        """The Prompt of a row; None = it is dropped."""
+        """Returns the Prompt of a row; None = it is dropped."""
         number, source = text.number, text.source
         if not tokens:
             raise DataError(
@@ -329,11 +329,11 @@ class PromptEncoder:
         return f"raise it to {length}, or set {self._rollout}on_long_prompt to truncate_left or drop"
 
     def is_plain(self, source: str | list[Message]) -> bool:
-        """Whether a prompt is tokenised as plain text, without a chat template."""
+        """Returns whether a prompt is tokenised as plain text, without a chat template."""
         return isinstance(source, str) and not self.apply_chat_template
 
     def messages(self, source: str | list[Message]) -> list[Message]:
-        """The messages that the template renders, with the system prompt; a text is one user turn."""
+        """Returns the messages that the template renders, with the system prompt; a text is one user turn."""
         messages = [{"role": "user", "content": source}] if isinstance(source, str) else list(source)
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})
@@ -371,7 +371,7 @@ class PromptEncoder:
         return before, {ANSWER: message_text(last), **columns}
 
     def _render_text(self, source: str | list[Message], row_options: Mapping[str, Any], number: int) -> str:
-        """The text to tokenise. Args: row_options: the row's arguments of the template."""
+        """Returns the text to tokenise. Args: row_options: the row's arguments of the template."""
         if self.is_plain(source):
             if self.system_prompt is not None:
                 raise ConfigError(

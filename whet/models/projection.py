@@ -25,7 +25,7 @@ GPU_ROWS = 2048
 
 
 def chunk_rows(rows: int, row_bytes: int, device: torch.device, *, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """Rows of one chunk of logits.
+    """Returns the rows of one chunk of logits.
 
     On a GPU a pass has four chunks, or more of 2,048 rows: fewer tokens in a micro-batch need less memory here too.
 
@@ -55,7 +55,9 @@ class Projection:
     softcap: float | None = None
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The logits [s V], in fp32 or float64: Head.logits / temperature, in one buffer and with fewer roundings."""
+        """Returns the logits [s V], in fp32 or float64: Head.logits / temperature, in one buffer and with fewer
+        roundings.
+        """
         z = to_fp32(linear(hidden, weight, bias))
         if self.softcap is not None:
             return z.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
@@ -105,7 +107,7 @@ class HeadGrads:
             self._weight += weight_grad(d, hidden[rows])
 
     def sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of hidden, weight and bias in their dtypes; None for those that are not needed."""
+        """Returns the gradients of hidden, weight and bias in their dtypes; None for those that are not needed."""
         _, weight, bias = self._inputs
         if self._weight is None and self._needs_weight:
             self._weight = torch.zeros_like(weight)

@@ -139,7 +139,7 @@ class VLLMEngine(ExternalEngine):
             raise
 
     def _build_llm(self, module: nn.Module, config: RolloutConfig, arguments: dict[str, Any]) -> Any:
-        """A new LLM, without weights. Raises EngineError: this process has one already, or vLLM fails."""
+        """Returns a new LLM, without weights. Raises EngineError: this process has one already, or vLLM fails."""
         parallel = importlib.import_module("vllm.distributed.parallel_state")
         if parallel.model_parallel_is_initialized():
             raise EngineError(
@@ -195,19 +195,19 @@ class VLLMEngine(ExternalEngine):
         return done
 
     def _step_vllm(self) -> None:
-        """One step of vLLM; it returns the requests that have finished, and new tokens of those with stop strings."""
+        """Runs one step of vLLM, which returns finished requests, and new tokens of those with stop strings."""
         ended_here: list[str] = []
         rows = prefilled = reused = 0
         for out in self._llm.llm_engine.step():
             flight = self._in_flight.get(int(out.request_id))
             if flight is None:
                 continue
-            new, recorded = out.outputs[0], len(flight.tokens)
-            start = 0 if flight.request.sampling.stop else recorded
+            new, streams = out.outputs[0], bool(flight.request.sampling.stop)
+            start = 0 if streams else len(flight.tokens)
             tokens = list(new.token_ids[start:])
             logprobs = [] if new.logprobs is None else list(new.logprobs.logprobs[start:])
             rows += len(tokens)
-            if not recorded:
+            if not (streams and flight.tokens):
                 cached = out.num_cached_tokens or 0
                 prefilled, reused = prefilled + len(flight.request.tokens) - cached, reused + cached
             reason = flight.add(tokens, logprobs, version=self.version, decode=self._decode)
@@ -231,7 +231,7 @@ class VLLMEngine(ExternalEngine):
                 self._stats = self._stats.plus(row_steps=len(new[0]), generated=len(new[0]))
 
     def _undelivered(self, request_id: int) -> tuple[list[int], list[float]] | None:
-        """Tokens and logprobs that vLLM keeps of a request until it has finished; None = there are none yet."""
+        """Returns tokens and logprobs that vLLM keeps of a request until it has finished; None = there are none yet."""
         flight, processor = self._in_flight[request_id], self._llm.llm_engine.output_processor
         states = [processor.request_states.get(i) for i in processor.external_req_ids.get(str(request_id), ())]
         if flight.request.sampling.stop or not states or states[0] is None:
@@ -241,13 +241,13 @@ class VLLMEngine(ExternalEngine):
         return (tokens, list(logprobs.logprobs[start:])) if tokens else None
 
     def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
-        """All tokens so far of requests in flight."""
+        """Returns all tokens so far of requests in flight."""
         known = [i for i in ids if i in self._in_flight]
         self._record_drawn(known)
         return {i: self._in_flight[i].partial() for i in known}
 
     def stats(self) -> EngineStats:
-        """Its state; requests with a first token count as live."""
+        """Returns its state; requests with a first token count as live."""
         live = sum(bool(f.tokens) or self._undelivered(i) is not None for i, f in self._in_flight.items())
         return replace(self._stats, live=live, waiting=len(self._in_flight) - live)
 
@@ -335,7 +335,7 @@ class VLLMEngine(ExternalEngine):
 
 
 def sampling_arguments(request: Request) -> dict[str, Any]:
-    """The arguments of SamplingParams for a request.
+    """Returns the arguments of SamplingParams for a request.
 
     Args: request: its Sampling, rng_key and offset.
     Returns: keyword arguments. Only the request's own stop ids end it, not those of the model's generation config. A
@@ -433,7 +433,7 @@ def check_requested(config: RolloutConfig, samplings: Iterable[Sampling]) -> Non
 
 
 def unsuitable_reason(config: RolloutConfig, samplings: Iterable[Sampling], *, device: torch.device) -> str | None:
-    """Why a run does better without vLLM, for rollout_engine "auto"; None = it may take it.
+    """Returns why a run does better without vLLM, for rollout_engine "auto"; None = it may take it.
 
     Args: config, samplings: of the rollout. device: of the policy.
 
@@ -496,7 +496,7 @@ def _check_config(config: RolloutConfig) -> None:
 
 
 def import_package() -> Any:
-    """The package vllm. Raises EngineError: it can't be imported."""
+    """Returns the package vllm. Raises EngineError: it can't be imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # each update would warn about parts without weights
     try:
         vllm = importlib.import_module("vllm")
