@@ -158,7 +158,7 @@ class RLCluster(RoleWorkers):
         )
 
     def _drawn_from(self, policy: LoadedModel) -> tuple[LogitsProcessors, Allowed]:
-        """The distribution that training samples from: its logits processors, and the constraint of its tokens.
+        """Returns the distribution that training samples from: its logits processors, and the constraint of its tokens.
 
         Raises: ConfigError: stop strings or a constraint of training or evaluation are wrong, or the policy has
             dropout.
@@ -175,7 +175,7 @@ class RLCluster(RoleWorkers):
         return sampling_processors(sampling), functools.partial(self._masks.of_targets, sampling)
 
     def _budget(self, loaded: LoadedModel, positions: int | None) -> int:
-        """The token budget of a role's micro-batches. Args: positions: of the model that samples."""
+        """Returns the token budget of a role's micro-batches. Args: positions: of the model that samples."""
         device = self.device_of(loaded).type
         usual = self.training_config.token_budget(device)
         budget = self.cluster_config.token_budget(device, positions)
@@ -189,7 +189,7 @@ class RLCluster(RoleWorkers):
         return budget
 
     def reward_model(self, **options: Any) -> RewardModel:
-        """The reward model as a reward function, named after its folder. Args: options: RewardModel's.
+        """Returns the reward model as a reward function, named after its folder. Args: options: RewardModel's.
 
         Raises: ConfigError: the cluster has no reward model.
         """
@@ -203,7 +203,9 @@ class RLCluster(RoleWorkers):
         )
 
     def reward_weights(self) -> AbstractContextManager[Any]:
-        """A context in which each process may score batches of its own with the reward model, if there is one."""
+        """Returns a context in which each process may score batches of its own with the reward model, if there
+        is one.
+        """
         worker = self.workers.get(Role.REWARD)
         return nullcontext() if worker is None or self.ranks.size == 1 else worker.rollout_weights()
 
@@ -255,11 +257,11 @@ class RLCluster(RoleWorkers):
         return self._trainers[Role.CRITIC]
 
     def rollout_for(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:
-        """The rollout configuration of a mode; evaluation uses training's if it has none of its own."""
+        """Returns the rollout configuration of a mode; evaluation uses training's if it has none of its own."""
         return self.cluster_config.rollout_for(mode)
 
     def sampling(self, mode: Mode = Mode.TRAIN) -> Sampling:
-        """The engine's sampling parameters of a mode."""
+        """Returns the engine's sampling parameters of a mode."""
         return make_sampling(self.rollout_for(mode), self.eos_ids, self.tokenizer)
 
     @property
@@ -268,11 +270,11 @@ class RLCluster(RoleWorkers):
         return pad_token_id(self.tokenizer, self.eos_ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of a whole completion, without special tokens."""
+        """Returns the text of a whole completion, without special tokens."""
         return str(self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def encoder(self, mode: Mode = Mode.TRAIN, **options: Any) -> PromptEncoder:
-        """The encoder of data rows to Prompts, with the limits of a mode. Args: options: PromptEncoder's."""
+        """Returns the encoder of data rows to Prompts, with the limits of a mode. Args: options: PromptEncoder's."""
         return PromptEncoder.from_config(self.tokenizer, self.rollout_for(mode), **options)
 
     # ---- sampling ------------------------------------------------------------------------------------------------
@@ -344,7 +346,9 @@ class RLCluster(RoleWorkers):
             )
 
     def pop_sync_gap(self) -> float | None:
-        """The mean difference of logprobs of engine and trainer in the last check of a sync; None = there was none."""
+        """Returns the mean difference of logprobs of engine and trainer in the last check of a sync; None = there was
+        none.
+        """
         gap, self._rollouts.sync_check.gap = self._rollouts.sync_check.gap, None
         return gap
 
@@ -362,7 +366,7 @@ class RLCluster(RoleWorkers):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The state of a resumed cluster, besides its workers: counters, lengths and compute dtypes."""
+        """Returns the state of a resumed cluster, besides its workers: counters, lengths and compute dtypes."""
         return {**super().state(), **self._rollouts.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -370,7 +374,9 @@ class RLCluster(RoleWorkers):
         self._rollouts.restore(state)
 
     def describe(self) -> dict[str, Any]:
-        """The choices for this machine: compute dtypes, and the back ends of training and of the engine, if any."""
+        """Returns the choices for this machine: compute dtypes, and the back ends of training and of the engine, if
+        any.
+        """
         engine = self._rollouts.describe()
         return {**super().describe(), **({} if engine is None else {"rollout": engine})}
 
@@ -381,7 +387,8 @@ class RLCluster(RoleWorkers):
 
 
 def _shared_critic(critic: Any) -> tuple[bool, Any]:
-    """Whether the critic shares the actor's backbone (critic="actor"), and the critic if it has a model of its own.
+    """Returns whether the critic shares the actor's backbone (critic="actor"), and the critic if it has a model of its
+    own.
 
     Raises: ConfigError: the shared critic has settings that only a model of its own can have.
     """

@@ -96,7 +96,7 @@ class RolloutStopped(KeyboardInterrupt):
 
 
 def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of a message that names the nearest known words.
+    """Returns the end of a message that names the nearest known words.
 
     Args: word: what was given. known: what is accepted. prefix: put before each.
     Returns: "; did you mean a or b?", or "" when nothing is near.
@@ -109,7 +109,7 @@ def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def lookup_error(kind: str, word: object, known: Iterable[str]) -> ConfigError:
-    """The error for an unknown name: what was given, the nearest match, and every known name.
+    """Returns the error for an unknown name: what was given, the nearest match, and every known name.
 
     Args: kind: what the name stands for, e.g. "advantage estimator". word: what was given. known: accepted names.
     Returns: the ConfigError, to be raised by the caller.
@@ -143,7 +143,7 @@ def raise_all(checks: Iterable[Callable[[], object]]) -> None:
 
 
 def format_value(value: object, limit: int = 200) -> str:
-    """A value for a message: its repr, shortened where it is long; its type where it has no repr.
+    """Returns a value for a message: its repr, shortened where it is long; its type where it has no repr.
 
     Args: value: anything. limit: characters that are kept.
 
@@ -158,7 +158,7 @@ def format_value(value: object, limit: int = 200) -> str:
 
 
 def format_exception(error: BaseException, limit: int = 500) -> str:
-    r"""An exception for a message, in one line: its class and what it says; of a group, its first member too.
+    r"""Returns an exception for a message, in one line: its class and what it says; of a group, its first member too.
 
     Args: error: any. limit: characters of its text that are kept.
 

@@ -36,7 +36,7 @@ class Mean:
         return float(self.sum) / float(self.count) if self.count else math.nan
 
     def merge(self, other: Mean) -> Mean:
-        """The mean over both."""
+        """Returns the mean over both."""
         return Mean(self.sum + other.sum, self.count + other.count)
 
 
@@ -51,7 +51,7 @@ class Sum:
     value: float
 
     def merge(self, other: Sum) -> Sum:
-        """The sum of both."""
+        """Returns the sum of both."""
         return Sum(self.value + other.value)
 
 
@@ -66,7 +66,7 @@ class Max:
     value: float
 
     def merge(self, other: Max) -> Max:
-        """The greater of both."""
+        """Returns the greater of both."""
         return other if math.isnan(other.value) or other.value > self.value else self
 
 
@@ -81,7 +81,7 @@ class Min:
     value: float
 
     def merge(self, other: Min) -> Min:
-        """The lesser of both."""
+        """Returns the lesser of both."""
         return other if math.isnan(other.value) or other.value < self.value else self
 
 
@@ -96,7 +96,7 @@ class Last:
     value: float
 
     def merge(self, other: Last) -> Last:
-        """The other: it came later."""
+        """Returns the other: it came later."""
         return other
 
 
@@ -105,7 +105,7 @@ Metric = Mean | Sum | Max | Min | Last
 
 
 def merge(first: Mapping[str, Metric], *others: Mapping[str, Metric]) -> dict[str, Metric]:
-    """The metrics of several micro-batches or ranks as one.
+    """Returns the metrics of several micro-batches or ranks as one.
 
     Args: first, others: metrics by name, in the order they were computed, which matters only to Last.
     Returns: a new dict with every name of any of them.
@@ -126,7 +126,7 @@ def merge(first: Mapping[str, Metric], *others: Mapping[str, Metric]) -> dict[st
 
 
 def flat(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Names and plain numbers, for a row of metrics.jsonl.
+    """Returns names and plain numbers, for a row of metrics.jsonl.
 
     Args: metrics: by name.
     Returns: name -> value, NaN where a mean counted nothing.

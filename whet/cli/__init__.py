@@ -281,7 +281,7 @@ def _check_flags(command: str, words: list[str]) -> None:
 
 
 def _keys(command: str) -> list[str]:
-    """The keys of a command that have no dot."""
+    """Returns the keys of a command that have no dot."""
     import dataclasses
 
     kind, short = config_class(command)
@@ -289,7 +289,7 @@ def _keys(command: str) -> list[str]:
 
 
 def _config(command: str, words: list[str]) -> Any:
-    """The configuration of a command; None for `whet demo`, which reads its words later."""
+    """Returns the configuration of a command; None for `whet demo`, which reads its words later."""
     if command == "demo":
         return None
     kind, short = config_class(command)

@@ -108,7 +108,9 @@ class Chat:
         return self.sampler.sampling(**sampling_keys(self.config))
 
     def _next_request(self) -> tuple[Prompt, Sampling]:
-        """The prompt of the next answer, and its sampling settings, with max_tokens limited to the free positions."""
+        """Returns the prompt of the next answer, and its sampling settings, with max_tokens limited to the free
+        positions.
+        """
         prompt = self._encode()
         try:
             is_set = self.config.max_tokens is not None
@@ -118,7 +120,7 @@ class Chat:
             raise DataError(f"{error}{hint}") from error
 
     def _encode(self) -> Prompt:
-        """The ids of the conversation: the kept ids and those of the new text, or all ids again."""
+        """Returns the ids of the conversation: the kept ids and those of the new text, or all ids again."""
         tokenizer, new_text = self.sampler.tokenizer, self.messages[-1]["content"]
         if self.templated:
             options = {"enable_thinking": False, **self.sampler.chat_template_kwargs, "add_generation_prompt": True}
@@ -217,7 +219,7 @@ def _print_answer(conversation: Chat, line: str) -> None:
 
 
 def _read_lines(interactive: bool) -> Iterator[str]:
-    """The lines that the user types, without empty ones."""
+    """Yields the lines that the user types, without empty ones."""
     if interactive:
         _print_notice("/reset, /set temperature=0.7, /quit; Ctrl-C stops an answer")
         with suppress(ImportError):
@@ -240,7 +242,9 @@ def _read_lines(interactive: bool) -> Iterator[str]:
 
 
 def _split_words(line: str) -> list[str]:
-    """The words of a line, without quotes; a backslash is an ordinary character, because regular expressions use it."""
+    """Returns the words of a line, without quotes; a backslash is an ordinary character, because regular expressions
+    use it.
+    """
     split = shlex.shlex(line, posix=True, punctuation_chars=False)
     split.whitespace_split, split.escape, split.commenters = True, "", ""
     try:

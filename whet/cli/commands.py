@@ -173,7 +173,7 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def make_rl_learner(config: RunConfig) -> tuple[RLLearner, Any, Any]:
-    """The cluster and learner of a configuration, and its training and evaluation data."""
+    """Returns the cluster and learner of a configuration, and its training and evaluation data."""
     check_complete(config)
     resolved = resolve_defaults(config, *load_train_and_eval(config))
     config = resolved.config
@@ -224,7 +224,7 @@ def _with_memory_plan(config: RunConfig) -> RunConfig:
 
 
 def memory_of_gpus(trainer: TrainingConfig) -> tuple[float | None, int]:
-    """The free bytes of the GPU that has the least, None if a process has none; and the number of processes."""
+    """Returns the free bytes of the GPU that has the least, None if a process has none; and the number of processes."""
     ranks = join_processes(trainer.collective_timeout_s)  # it selects this process's GPU
     check_mesh(
         ranks.size,
@@ -237,7 +237,7 @@ def memory_of_gpus(trainer: TrainingConfig) -> tuple[float | None, int]:
 
 
 def _critic(config: PPORunConfig) -> RoleConfig:
-    """The critic's model: the actor's, with a score head of its own, where none is given."""
+    """Returns the critic's model: the actor's, with a score head of its own, where none is given."""
     actor = config.actor
     adapter_options = {"lora": actor.lora, "optim": {}} if actor.lora is not None else {}  # with the rate of an adapter
     critic = config.critic or RoleConfig(
@@ -256,7 +256,7 @@ def _critic(config: PPORunConfig) -> RoleConfig:
 
 
 def _describe_stop(stop: KeyboardInterrupt, config: AnyRun) -> str:
-    """The message of a run that was stopped: how far it came, and the whole command that continues it."""
+    """Returns the message of a run that was stopped: how far it came, and the whole command that continues it."""
     trainer = config.trainer
     what = stop.message if isinstance(stop, Stopped) else "stopped at once"
     newest = Checkpoints(trainer.checkpoint_root, {}).find("latest")
@@ -268,7 +268,7 @@ def _describe_stop(stop: KeyboardInterrupt, config: AnyRun) -> str:
 
 
 def program() -> str:
-    """The command that runs whet from this shell, with torchrun where it started several processes."""
+    """Returns the command that runs whet from this shell, with torchrun where it started several processes."""
     if (size := world_size()) > 1:
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         nodes = "--standalone" if per_node == size else f"--nnodes={size // per_node}"
@@ -278,7 +278,7 @@ def program() -> str:
 
 
 def without_read_keys(data: D) -> D:
-    """The section data with the defaults of the keys by which rows are read: the rows are read already."""
+    """Returns the section data with the defaults of the keys by which rows are read: the rows are read already."""
     defaults = type(data)()
     return dataclasses.replace(data, **{name: getattr(defaults, name) for name in data.READ_BY})
 
@@ -334,7 +334,7 @@ def _with_model(config: R, folder: Path, ranks: Ranks) -> R:
 
 
 def summarise(run: Run, config: AnyRun, seconds: float) -> dict[str, Any]:
-    """The results of a run, from its rows of metrics."""
+    """Returns the results of a run, from its rows of metrics."""
     evals = run.evaluations
     train = [row for row in run.rows if row["mode"] == Mode.TRAIN.value]
     name = run.task.main_metric
@@ -360,7 +360,8 @@ def summarise(run: Run, config: AnyRun, seconds: float) -> dict[str, Any]:
 
 
 def compare_examples(folder: Path, steps: Sequence[int], count: int = 4) -> list[str]:
-    """How many held-out prompts got a better or a worse completion, and the first of those with both completions.
+    """Returns how many held-out prompts got a better or a worse completion, and the first of those with both
+    completions.
 
     Args: folder: of the run. steps: of its evaluations. count: prompts at most.
     Returns: lines for a person; none where the run keeps no completions, or was evaluated once.
@@ -389,7 +390,7 @@ def _first_completions(file: Path) -> dict[int, tuple[str, str, float]]:
 
 
 def _one_line(text: str) -> str:
-    """A text on one line, shortened in its middle."""
+    """Returns a text on one line, shortened in its middle."""
     return shorten_middle(escape_control_characters(" ".join(text.split())), 160)
 
 

@@ -58,7 +58,7 @@ def show_data(config: RunConfig | SupervisedRunConfig, *, rows: int = 3, say: Ca
 
 
 def check_inputs(config: RunConfig | SupervisedRunConfig) -> str | None:
-    """The name of the model. Raises ConfigError if there are no data or no tokenizer."""
+    """Returns the name of the model. Raises ConfigError if there are no data or no tokenizer."""
     role: RoleConfig = getattr(config, config.TRAINED)
     missing = missing_inputs("", config.data.path)  # only the tokenizer of the model is needed
     if config.tokenizer is None and role.model is None:
@@ -127,7 +127,7 @@ def _show_examples(
 
 
 def _row_encoder(config: SupervisedRunConfig) -> type[RowEncoder]:
-    """The encoder class of a command's rows."""
+    """Returns the encoder class of a command's rows."""
     if isinstance(config, SFTRunConfig):
         return SFTEncoder
     if not isinstance(config, DPORunConfig):
@@ -153,7 +153,7 @@ def _read_rows(data: Any, encode: PromptEncoder | RowEncoder) -> Iterator[tuple[
 
 
 def _name(mode: Mode, data: Any) -> str:
-    """The name of a data set."""
+    """Returns the name of a data set."""
     name = "training" if mode is Mode.TRAIN else "evaluation"
     return name if has_random_access(data) else f"{name}, the first {MAX_STREAM_ROWS} rows of a stream"
 

@@ -27,7 +27,7 @@ _ENGINES = {"vllm": "vLLM's own environment: whet docs engines", "sglang": "SGLa
 
 
 def doctor_text(memory: float | None = None) -> str:
-    """The findings, one a line. Args: memory: bytes of a GPU to plan for; None = what is free on this one."""
+    """Returns the findings, one a line. Args: memory: bytes of a GPU to plan for; None = what is free on this one."""
     facts, cuda = collect_environment(), torch.cuda.is_available()
     memory = free_gpu_memory() if memory is None else memory
     reason = unsuitable_reason(RolloutConfig(), [Sampling()], device=torch.device("cuda" if cuda else "cpu"))
@@ -59,7 +59,7 @@ def doctor_text(memory: float | None = None) -> str:
 
 
 def largest_models(memory: float) -> dict[str, str | None]:
-    """The largest Qwen3 that fits by plan in each mode of training, for 512 + 1,024 tokens; None = none does.
+    """Returns the largest Qwen3 that fits by plan in each mode of training, for 512 + 1,024 tokens; None = none does.
 
     Args: memory: bytes of the GPU.
     """
@@ -75,7 +75,7 @@ def _fits(name: str, words: tuple[str, ...], memory: float) -> bool:
 
 @functools.cache
 def _sizes(name: str, words: tuple[str, ...]) -> tuple[RunConfig, ModelSizes]:
-    """A run of a Qwen3, and the sizes of the model."""
+    """Returns a run of a Qwen3, and the sizes of the model."""
     layers, width, gate, heads = _QWEN3[name]
     shape = Qwen3Config(
         vocab_size=151_936,
@@ -96,7 +96,7 @@ def _sizes(name: str, words: tuple[str, ...]) -> tuple[RunConfig, ModelSizes]:
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's driver; None = it is not installed."""
+    """Returns the version of NVIDIA's driver; None = it is not installed."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
@@ -112,7 +112,7 @@ def _bfloat16(cuda: bool) -> str:
 
 
 def _product(device: str) -> str:
-    """One measured product of matrices, as its speed."""
+    """Returns one measured product of matrices, as its speed."""
     size, dtype = (4096, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
     x = torch.ones(size, size, dtype=dtype, device=device)
     seconds = []

@@ -66,7 +66,7 @@ def env_check(config: RunConfig, *, rows: int = 3, gold: str = "answer", say: Ca
 
 
 def _reward(config: RunConfig, has_own: bool) -> Callable[[Group, Sequence[Any]], float]:
-    """The total reward of an episode. Args: has_own: whether the environment gives a reward."""
+    """Returns the total reward of an episode. Args: has_own: whether the environment gives a reward."""
     names = list(config.reward_names)
     manager = RewardManager(
         names,

@@ -78,7 +78,7 @@ def generate(config: GenerateConfig) -> int:
 
 
 def open_sampler(config: SamplingConfig, *, max_batch_size: int, **sizes: Any) -> Sampler:
-    """The Sampler of a configuration, without the progress bars of transformers. Args: sizes: further ones."""
+    """Returns the Sampler of a configuration, without the progress bars of transformers. Args: sizes: further ones."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -97,7 +97,7 @@ def open_sampler(config: SamplingConfig, *, max_batch_size: int, **sizes: Any) -
 
 
 def sampling_keys(config: SamplingConfig) -> dict[str, Any]:
-    """The sampling settings of a configuration, as arguments of `Sampler.sampling`."""
+    """Returns the sampling settings of a configuration, as arguments of `Sampler.sampling`."""
     return {
         "max_tokens": config.max_tokens,
         "temperature": config.effective_temperature,
@@ -126,7 +126,7 @@ def show(text: str) -> None:
 
 
 def _read_inputs(config: GenerateConfig) -> list[Any]:
-    """The prompts of a configuration: texts, or lists of messages."""
+    """Returns the prompts of a configuration: texts, or lists of messages."""
     if config.prompts is not None:
         rows = iterate_rows(load_rows(config.prompts, split=config.split, limit=config.limit), config.prompts)
         return [row[find_prompt_column(row, config.prompt_column, i)] for i, row in enumerate(rows)]
@@ -136,7 +136,7 @@ def _read_inputs(config: GenerateConfig) -> list[Any]:
 
 
 def _standard_input() -> str:
-    """The text of standard input, without the last line feed."""
+    """Returns the text of standard input, without the last line feed."""
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -144,7 +144,7 @@ def _standard_input() -> str:
 
 
 def _check_out_path(config: GenerateConfig) -> Path | None:
-    """The path of the output file, checked before a model is loaded."""
+    """Returns the path of the output file, checked before a model is loaded."""
     if config.out is None:
         return None
     path = Path(config.out)
@@ -159,7 +159,7 @@ def _check_out_path(config: GenerateConfig) -> Path | None:
 
 @contextmanager
 def _open_output(path: Path, overwrite: bool) -> Iterator[TextIO]:
-    """The output file, opened for writing; no other process may create it at the same time.
+    """Returns the output file, opened for writing; no other process may create it at the same time.
 
     An existing file is replaced at the end of the context, and is kept if an error occurs before.
     """
@@ -200,7 +200,7 @@ def _describe_output(path: Path, *, replaces: bool, device: bool) -> str:
 
 
 def _encode_prompts(config: GenerateConfig, sampler: Sampler, inputs: Sequence[Any]) -> list[Prompt]:
-    """The tokenised prompts; those over the limit are refused, truncated or left out."""
+    """Returns the tokenised prompts; those over the limit are refused, truncated or left out."""
     apply_template = config.apply_chat_template
     if apply_template == "auto":
         trained_with_template = trained_with_chat_template(config.model)
@@ -229,7 +229,7 @@ def _encode_prompts(config: GenerateConfig, sampler: Sampler, inputs: Sequence[A
 def _sample_groups(
     config: GenerateConfig, sampler: Sampler, prompts: Sequence[Prompt], samplings: Sequence[Sampling], seed: int
 ) -> Iterator[Group]:
-    """The groups of all prompts, batch by batch, so that the first are printed early."""
+    """Yields the groups of all prompts, batch by batch, so that the first are printed early."""
     size = max(1, config.batch_size // config.num_generations)
     for first in range(0, len(prompts), size):
         batch = slice(first, first + size)

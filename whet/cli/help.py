@@ -383,7 +383,7 @@ _OTHERS = ("rollout.vllm.", "rollout.sglang.")
 
 
 def find_help_topic(words: Sequence[str]) -> str | None:
-    """The word after --help; "" = none; None = there is no --help.
+    """Returns the word after --help; "" = none; None = there is no --help.
 
     >>> find_help_topic(["--help"]), find_help_topic(["--help", "all"]), find_help_topic(["model=m"])
     ('', 'all', None)
@@ -397,7 +397,7 @@ def find_help_topic(words: Sequence[str]) -> str | None:
 
 
 def common_keys_lines(command: str, kind: type, short: Mapping[str, str]) -> list[str]:
-    """The lines of the keys that are set most often, with the defaults of the configuration class.
+    """Returns the lines of the keys that are set most often, with the defaults of the configuration class.
 
     Args: command: of whet. kind: its configuration class. short: its short keys.
     """
@@ -413,14 +413,14 @@ def common_keys_lines(command: str, kind: type, short: Mapping[str, str]) -> lis
 
 
 def _default(kind: type, key: str, short: Mapping[str, str]) -> str:
-    """The default of a key; "..." for keys whose default says nothing."""
+    """Returns the default of a key; "..." for keys whose default says nothing."""
     from whet.config.loader import default_text
 
     return "..." if key.endswith(".lora.rank") or key == _NO_FIELD else default_text(kind, key, short)
 
 
 def command_help(command: str, about: str, topic: str, kind: type, short: Mapping[str, str], flags: str = "") -> str:
-    """The help of a command.
+    """Returns the help of a command.
 
     Args:
         command: of whet.
@@ -478,7 +478,7 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
 
 
 def _sections(kind: type, short: Mapping[str, str]) -> list[str]:
-    """The words that --help takes: keys, and the sections that they are in."""
+    """Returns the words that --help takes: keys, and the sections that they are in."""
     from whet.config.introspection import leaves
 
     keys: list[Any] = [key for key, *_ in leaves(kind, optional=True)]

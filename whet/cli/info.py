@@ -14,7 +14,9 @@ __all__ = ["info_text"]
 
 
 def info_text(command: str, words: Sequence[str]) -> str:
-    """What a command prints. Args: words: behind its name. Raises: ConfigError: a word that it does not take."""
+    """Returns what a command prints. Args: words: behind its name. Raises: ConfigError: a word that it does not
+    take.
+    """
     import inspect
 
     try:
@@ -64,12 +66,12 @@ def _schema(command: str = "grpo") -> str:
 
 
 def _config_commands() -> list[str]:
-    """The commands that take keys."""
+    """Returns the commands that take keys."""
     return [name for name in COMMANDS if name not in (*INFO_COMMANDS, "data", "demo", "plan")]
 
 
 def _completion(shell: str) -> str:
-    """A script for a shell: the commands, and the keys of each."""
+    """Returns a script for a shell: the commands, and the keys of each."""
     from whet.config.introspection import leaves
 
     if shell not in _SCRIPTS:
@@ -135,7 +137,7 @@ def _fish(commands: Mapping[str, str], keys: Mapping[str, Sequence[str]]) -> str
 
 
 def _env() -> str:
-    """What a bug report needs, as lines of Markdown."""
+    """Returns what a bug report needs, as lines of Markdown."""
     from importlib import metadata
 
     import torch  # noqa: F401  (environment() says its threads and devices where it is imported)
@@ -178,7 +180,7 @@ def _version(name: str, metadata: Any) -> str | None:
 
 
 def _commit(package: Any) -> str | None:
-    """The commit of the checkout, and whether files differ from it; None = it is none."""
+    """Returns the commit of the checkout, and whether files differ from it; None = it is none."""
     import subprocess
 
     try:

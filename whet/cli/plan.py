@@ -66,7 +66,7 @@ def plan_text(
     memory_gb: float,
     num_processes: int = 1,
 ) -> str:
-    """A plan as a table: a row for each part, in GB, and the settings to add."""
+    """Returns a plan as a table: a row for each part, in GB, and the settings to add."""
     what = f"trains {sizes.trained / 1e6:,.1f} M of {sizes.parameters / 1e6:,.0f} M parameters"
     kind = "reward model" if isinstance(config, RMRunConfig) else config.COMMAND.upper()
     dtype = "bfloat16" if sizes.dtype_bytes == 2 else "float32"

@@ -85,7 +85,7 @@ def check_run(config: RunConfig | SupervisedRunConfig, unread: Collection[str] =
 
 
 def _policy_checks(config: RunConfig, unread: Collection[str]) -> Iterator[Check]:
-    """The checks of a run of reinforcement learning."""
+    """Yields the checks of a run of reinforcement learning."""
     yield "", partial(check_complete, config, unread)
     yield "data trainer", partial(config.trainer.resolve_batch_sizes, config.data.batch_size)
     if not config.rollout.open_lengths:  # otherwise they follow from the data
@@ -111,7 +111,7 @@ def _policy_checks(config: RunConfig, unread: Collection[str]) -> Iterator[Check
 
 
 def _supervised_checks(config: SupervisedRunConfig, unread: Collection[str]) -> Iterator[Check]:
-    """The checks of a supervised run."""
+    """Yields the checks of a supervised run."""
     yield "", partial(check_supervised, config, unread)
     algo = vars(config)["algo"]
     if isinstance(algo, PreferenceConfig):
@@ -127,7 +127,7 @@ def _supervised_checks(config: SupervisedRunConfig, unread: Collection[str]) -> 
 
 
 def _shared_checks(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
-    """The checks of every run: data, tokenizer, loggers, folders, keep_best and stop_when."""
+    """Yields the checks of every run: data, tokenizer, loggers, folders, keep_best and stop_when."""
     data, trainer = config.data, config.trainer
     part = None if data.eval_path is not None or data.eval_split == data.split else data.eval_split
     paths = (*source_paths(data.path), *source_paths(data.eval_path))
@@ -150,7 +150,7 @@ def _shared_checks(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
 
 
 def _role_checks(section: str, role: RoleConfig | None, *, trained: bool) -> Iterator[Check]:
-    """The checks of a role: its model exists, and its optimizer and adapter are valid."""
+    """Yields the checks of a role: its model exists, and its optimizer and adapter are valid."""
     if role is None:
         return
     if role.model is not None:

@@ -74,7 +74,7 @@ FLAGS = {
 
 
 def config_class(command: str) -> tuple[Any, Any]:
-    """The configuration class of a command, and its short keys."""
+    """Returns the configuration class of a command, and its short keys."""
     from whet import config
 
     if command == "eval":

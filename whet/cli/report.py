@@ -54,7 +54,7 @@ def watch(config: WatchConfig) -> None:
 
 
 def _demo_run() -> Path:
-    """The folder of a finished small run, which is trained first if it is not there."""
+    """Returns the folder of a finished small run, which is trained first if it is not there."""
     if not (_DEMO / "summary.json").is_file():
         from whet.cli.commands import grpo
         from whet.config import load_run
@@ -73,11 +73,6 @@ def compare(config: CompareConfig) -> Comparison:
     Raises: ConfigError: see report.compare.compare_runs.
     """
     comparison = compare_runs(config.runs, metrics=config.metrics, last=config.last)
-    heads = [
-        name if len(names) == 1 else f"{name} and {len(names) - 1} more"
-        for names in comparison.groups
-        for name in names[:1]
-    ]
     parts = {
         "settings that differ": comparison.settings,
         "environment": comparison.environment,
@@ -86,28 +81,28 @@ def compare(config: CompareConfig) -> Comparison:
         },
     }
     tables = {
-        title: [[title, *heads], *([name, *values] for name, values in cells.items())] if cells else []
+        title: [[title, *comparison.heads], *([name, *values] for name, values in cells.items())] if cells else []
         for title, cells in parts.items()
     }
-    lines: list[str] = []
+    lines = [*comparison.notes, ""] if comparison.notes else []
     for title, rows in tables.items():
         lines += [*_table(rows), ""] if rows else [f"{title}: none", ""]
     print_text("\n".join([*lines, f"curves: whet report {' '.join(config.runs)}"]))
     if config.html:
-        page = write_comparison(comparison.groups, tables, config.out)
+        page = write_comparison(comparison, tables, config.out)
         print_text(f"{page}\n  open it in a browser: {page.resolve().as_uri()}")
     return comparison
 
 
 def _table(rows: list[list[str]]) -> list[str]:
-    """Rows of cells as lines, with columns as wide as their widest cell, up to 40 characters."""
+    """Returns rows of cells as lines, with columns as wide as their widest cell, up to 40 characters."""
     cut = [[cell if len(cell) <= 40 else f"{cell[:37]}..." for cell in row] for row in rows]
     widths = [max(len(row[k]) for row in cut) for k in range(len(cut[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cut]
 
 
 def find_warnings(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """The symptoms of a run that its rows of metrics show, each once, at the step where it began.
+    """Returns the symptoms of a run that its rows of metrics show, each once, at the step where it began.
 
     Args: data: of `report.run_data.run_data`. The bounds are those of the run's trainer.warn_when.
     Returns: `step`, `metric` (the symptom's name), `message`.

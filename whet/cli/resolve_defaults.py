@@ -79,7 +79,7 @@ def resolve_defaults(config: RunConfig, train: Any, evaluation: Any) -> Resolved
 
 
 def _encode(encode: PromptEncoder, rows: Any) -> Sequence[Prompt]:
-    """All rows as prompts; a warning says how many were over the limit."""
+    """Returns all rows as prompts; a warning says how many were over the limit."""
     prompts = encode_all(rows, encode, "prompts")
     if not len(prompts):
         limit = encode.max_prompt_length
@@ -90,7 +90,7 @@ def _encode(encode: PromptEncoder, rows: Any) -> Sequence[Prompt]:
 
 
 def _prompts_of_batches(encode: PromptEncoder, data: Any, config: RunConfig) -> Sequence[Prompt]:
-    """The prompts of ready-made batches, to be measured; none of a stream, whose limit is set.
+    """Returns the prompts of ready-made batches, to be measured; none of a stream, whose limit is set.
 
     Raises: ConfigError: the limit of a stream is not set.
     """
@@ -105,7 +105,9 @@ def _prompts_of_batches(encode: PromptEncoder, data: Any, config: RunConfig) -> 
 
 
 def with_template(config: C, tokenizer: PreTrainedTokenizerBase, rows: Any) -> C:
-    """The configuration with apply_chat_template and the date that a template writes settled, a log line each."""
+    """Returns the configuration with apply_chat_template and the date that a template writes settled, a log
+    line each.
+    """
     data, plain = config.data, _plain(config, rows)
     options = (config.rollout if isinstance(config, RunConfig) else config.data).chat_template_kwargs
     applied = data.apply_chat_template
@@ -121,7 +123,9 @@ def with_template(config: C, tokenizer: PreTrainedTokenizerBase, rows: Any) -> C
 
 
 def _with_day(config: C) -> C:
-    """The configuration with the day that its chat template writes: resumed tomorrow, a run has today's prompts."""
+    """Returns the configuration with the day that its chat template writes: resumed tomorrow, a run has today's
+    prompts.
+    """
     name = "rollout" if isinstance(config, RunConfig) else "data"
     section = vars(config)[name]
     if DAY in section.chat_template_kwargs:
@@ -133,7 +137,7 @@ def _with_day(config: C) -> C:
 
 
 def _plain(config: RunConfig | SupervisedRunConfig, rows: Any) -> bool:
-    """Whether the first row's prompt is a text."""
+    """Returns whether the first row's prompt is a text."""
     first = first_row(rows)
     if not isinstance(first, dict):
         return False
@@ -147,7 +151,7 @@ def _plain(config: RunConfig | SupervisedRunConfig, rows: Any) -> bool:
 
 
 def make_encoder(config: RunConfig, tokenizer: PreTrainedTokenizerBase, mode: Mode) -> PromptEncoder:
-    """The encoder of a run's rows. Args: config: apply_chat_template is not "auto". mode: of the sampling."""
+    """Returns the encoder of a run's rows. Args: config: apply_chat_template is not "auto". mode: of the sampling."""
     rollout = config.rollout.for_mode(mode)
     if rollout.env_path is None:
         return PromptEncoder.from_config(tokenizer, rollout, config.data)
@@ -158,7 +162,7 @@ def make_encoder(config: RunConfig, tokenizer: PreTrainedTokenizerBase, mode: Mo
 
 
 def with_lengths(config: RunConfig, stats: LengthStats) -> RunConfig:
-    """The configuration with both lengths.
+    """Returns the configuration with both lengths.
 
     Args: config: of the run. stats: lengths of its prompts; empty = they are unknown, and max_prompt_length is set.
     Raises: DataError: prompts that the model's context has no room for. ConfigError: it has room for none.

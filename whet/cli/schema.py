@@ -52,7 +52,7 @@ class _Schema(GenerateJsonSchema):
 
 
 def schema(kind: type, short: Mapping[str, str]) -> dict[str, Any]:
-    """The JSON schema of a configuration's YAML.
+    """Returns the JSON schema of a configuration's YAML.
 
     Args: kind: a configuration class. short: its shorthands.
 
@@ -80,7 +80,7 @@ def schema(kind: type, short: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _section(root: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str, Any]:
-    """The definition that a property refers to, directly or in an anyOf."""
+    """Returns the definition that a property refers to, directly or in an anyOf."""
     if "$ref" in node:
         return root["$defs"][node["$ref"].rpartition("/")[2]]
     if "anyOf" in node:
@@ -89,5 +89,5 @@ def _section(root: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str, Any]
 
 
 def schema_text(kind: type, short: Mapping[str, str]) -> str:
-    """The schema as JSON text."""
+    """Returns the schema as JSON text."""
     return json.dumps(schema(kind, short), indent=1, ensure_ascii=False)

@@ -48,7 +48,7 @@ def dpo(config: DPORunConfig) -> dict[str, Any]:
 
 
 def _sft(config: SFTRunConfig) -> tuple[SFTLearner, Any, Any]:
-    """The learner of a configuration, and its training and evaluation data."""
+    """Returns the learner of a configuration, and its training and evaluation data."""
     config, rows, tokenizer = _load_data_and_tokenizer(config, SFTEncoder)
     config, options = _model_options(config, tokenizer)
     models = SupervisedModels(actor=config.actor, **options)
@@ -56,7 +56,7 @@ def _sft(config: SFTRunConfig) -> tuple[SFTLearner, Any, Any]:
 
 
 def _rm(config: RMRunConfig) -> tuple[RewardModelLearner, Any, Any]:
-    """The learner of a configuration, and its training and evaluation data."""
+    """Returns the learner of a configuration, and its training and evaluation data."""
     config, rows, tokenizer = _load_data_and_tokenizer(config, ScoredPairEncoder)
     config, options = _model_options(config, tokenizer)
     models = SupervisedModels(reward_model=config.reward_model, **options)
@@ -65,7 +65,7 @@ def _rm(config: RMRunConfig) -> tuple[RewardModelLearner, Any, Any]:
 
 
 def _dpo(config: DPORunConfig) -> tuple[PreferenceLearner, Any, Any]:
-    """The learner of a configuration, and its training and evaluation data."""
+    """Returns the learner of a configuration, and its training and evaluation data."""
     needs = make_preference_objective(config.algo).needs
     encoder = PreferenceEncoder if needs.rows == "pairs" else UnpairedEncoder
     config, rows, tokenizer = _load_data_and_tokenizer(config, encoder)
@@ -81,7 +81,7 @@ def _dpo(config: DPORunConfig) -> tuple[PreferenceLearner, Any, Any]:
 
 
 def _load_data_and_tokenizer(config: C, encoder: Callable[..., Encoder]) -> tuple[C, tuple[Any, Any], Any]:
-    """The configuration with its defaults, the training and evaluation data, and the tokenizer.
+    """Returns the configuration with its defaults, the training and evaluation data, and the tokenizer.
 
     The first row of both is encoded, so that a missing column is an error before a model is loaded.
     """
@@ -99,7 +99,9 @@ def _load_data_and_tokenizer(config: C, encoder: Callable[..., Encoder]) -> tupl
 
 
 def separate_reference(config: SupervisedRunConfig) -> RoleConfig | None:
-    """The reference that takes memory of its own; None = there is none, or it is the base of the trained adapter."""
+    """Returns the reference that takes memory of its own; None = there is none, or it is the base of the trained
+    adapter.
+    """
     if not isinstance(config, DPORunConfig):
         return None
     if config.reference is not None:
@@ -109,7 +111,9 @@ def separate_reference(config: SupervisedRunConfig) -> RoleConfig | None:
 
 
 def _model_options(config: C, tokenizer: Any) -> tuple[C, dict[str, Any]]:
-    """The configuration with what fits a GPU; the arguments of SupervisedModels that all supervised runs share."""
+    """Returns the configuration with what fits a GPU; the arguments of SupervisedModels that all supervised
+    runs share.
+    """
     tokens, (memory, num_processes) = None, memory_of_gpus(config.trainer)
     if memory is not None:
         config, tokens = choose_tokens(config, memory, num_processes, reference=separate_reference(config))

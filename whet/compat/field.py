@@ -44,7 +44,7 @@ class Field(NamedTuple):
     key: str = ""
 
     def refuses(self, value: Any) -> bool:
-        """Whether a value raises. A bool differs from the number that equals it.
+        """Returns whether a value raises. A bool differs from the number that equals it.
 
         >>> refused(None, "one process trains", harmless=(1,)).refuses(2)
         True
@@ -58,25 +58,25 @@ Table = Mapping[str, Field]
 
 
 def works(default: Any, note: str = "", kind: Any = None) -> Field:
-    """A field that works as in the other library."""
+    """Returns a field that works as in the other library."""
     return Field(default, "works", note, kind)
 
 
 def differs(default: Any, note: str, kind: Any = None) -> Field:
-    """A field that works, with a difference."""
+    """Returns a field that works, with a difference."""
     return Field(default, "differs", note, kind)
 
 
 def no_effect(default: Any, note: str, kind: Any = None) -> Field:
-    """A field without effect: whet always does this, or has no such part."""
+    """Returns a field without effect: whet always does this, or has no such part."""
     return Field(default, "no effect", note, kind)
 
 
 def refused(default: Any, note: str, kind: Any = None, harmless: tuple[Any, ...] = ()) -> Field:
-    """A field that accepts only its default and harmless values."""
+    """Returns a field that accepts only its default and harmless values."""
     return Field(default, "refused", note, kind, harmless)
 
 
 def deprecated(note: str, kind: Any = str) -> Field:
-    """A field of an earlier release; None = not set."""
+    """Returns a field of an earlier release; None = not set."""
     return Field(None, "deprecated", note, kind)

@@ -35,7 +35,8 @@ CALLABLE_TYPES = (Fn,)
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def config(cls: type[T]) -> type[T]:
-    """The decorator of every configuration class: makes it a frozen keyword-only dataclass that checks its fields.
+    """Returns the decorator of every configuration class: makes it a frozen keyword-only dataclass that checks its
+    fields.
 
     Args: cls: annotated fields, each with a docstring line under it; `__post_init__` may raise ConfigError.
         A class attribute REFUSED = {keyword: reason} explains keywords that peers have and whet does not.
@@ -65,12 +66,14 @@ def config(cls: type[T]) -> type[T]:
 
 @functools.cache
 def adapter(cls: type) -> TypeAdapter[Any]:
-    """The TypeAdapter of a configuration class. It is built at first use, so importing whet.config stays fast."""
+    """Returns the TypeAdapter of a configuration class. It is built at first use, so importing whet.config
+    stays fast.
+    """
     return TypeAdapter(cls)
 
 
 def config_from_dict(cls: type[T], tree: Mapping[str, Any], *, short: Mapping[str, str] | None = None) -> T:
-    """A configuration from plain nested dicts.
+    """Returns a configuration from plain nested dicts.
 
     Args: cls: a configuration class. tree: as from YAML. short: shorthands, named in suggestions.
     Returns: the instance.
@@ -85,7 +88,7 @@ def config_from_dict(cls: type[T], tree: Mapping[str, Any], *, short: Mapping[st
 
 
 def partial_config_from_dict(cls: type[T], tree: Mapping[str, Any]) -> tuple[T | None, frozenset[str]]:
-    """A configuration from nested dicts, without the keys that `config_from_dict` refuses.
+    """Returns a configuration from nested dicts, without the keys that `config_from_dict` refuses.
 
     Returns: the instance, or None if the other keys contradict one another; and the top-level keys with a refused key.
 
@@ -110,7 +113,9 @@ def partial_config_from_dict(cls: type[T], tree: Mapping[str, Any]) -> tuple[T |
 
 
 def _without(tree: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """A tree without the key at a path. If there is no such key, the tree without the first part of the path."""
+    """Returns a tree without the key at a path. If there is no such key, the tree without the first part of the
+    path.
+    """
     inner = tree.get(path[0]) if path else None
     if len(path) > 1 and isinstance(inner, Mapping) and path[1] in inner:
         return {**tree, path[0]: _without(inner, path[1:])}
@@ -118,7 +123,7 @@ def _without(tree: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
 
 
 def check_instance(value: Any, cls: type[T], name: str) -> T:
-    """The value, if it is an instance of a class. Args: name: in the message. Raises: ConfigError: it is not.
+    """Returns the value, if it is an instance of a class. Args: name: in the message. Raises: ConfigError: it is not.
 
     >>> from whet.config import OptimConfig
     >>> check_instance([OptimConfig()], OptimConfig, "optim")

@@ -55,7 +55,7 @@ Sources = Annotated[str | tuple[Any, ...], BeforeValidator(_check_sources)]
 
 
 def source_paths(source: Sources | None) -> tuple[str, ...]:
-    """The paths that data.path or data.eval_path names.
+    """Returns the paths that data.path or data.eval_path names.
 
     >>> source_paths("a.jsonl"), source_paths(("a.jsonl", {"path": "b.jsonl"})), source_paths(None)
     (('a.jsonl',), ('a.jsonl', 'b.jsonl'), ())

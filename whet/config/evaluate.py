@@ -195,7 +195,7 @@ EVAL_SHORTHANDS: dict[str, str] = {
 
 
 def load_eval(argv: Sequence[str]) -> EvalRunConfig:
-    """An EvalRunConfig from `--config FILE key=value ...`.
+    """Returns an EvalRunConfig from `--config FILE key=value ...`.
 
     Args: argv: arguments of the command line after the command. A run's configuration file (a recipe, or config.yaml
         of a run folder) means that run's evaluation.
@@ -226,7 +226,7 @@ def load_eval(argv: Sequence[str]) -> EvalRunConfig:
 
 
 def _settings_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The evaluation that a run of this configuration makes, as a tree: its data, sampling and rewards."""
+    """Returns the evaluation that a run of this configuration makes, as a tree: its data, sampling and rewards."""
     known = {f.name for f in dataclasses.fields(RunDataConfig)}  # data of a supervised run has other keys too
     data = config_from_dict(
         RunDataConfig, {name: value for name, value in (run.get("data") or {}).items() if name in known}
@@ -264,7 +264,7 @@ def _settings_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _env_path_of_run(run: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
-    """The environment's reward, for a run without a reward, a reward model and a teacher; else None."""
+    """Returns the environment's reward, for a run without a reward, a reward model and a teacher; else None."""
     is_file = isinstance(rollout.env_path, str) and not rollout.has_environment_class
     if run.get("reward_model") is not None or run.get("teacher") is not None or not is_file:
         return None
@@ -272,7 +272,7 @@ def _env_path_of_run(run: Mapping[str, Any], rollout: RolloutConfig) -> str | No
 
 
 def _with_weights(reward: Any, weights: Sequence[float] | None) -> Any:
-    """The rewards of a run with their weights, which `algo` may have."""
+    """Returns the rewards of a run with their weights, which `algo` may have."""
     names = [reward] if isinstance(reward, str) else reward
     if weights is None or not isinstance(names, list):
         return reward

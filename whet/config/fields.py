@@ -47,7 +47,7 @@ MAX_FLOAT, MIN_FLOAT = 3.4e38, 1.2e-38
 
 
 def _is_bool(value: Any) -> bool:
-    """Whether a value is Python's or numpy's bool. numpy calls it bool_ or bool, depending on its version."""
+    """Returns whether a value is Python's or numpy's bool. numpy calls it bool_ or bool, depending on its version."""
     return type(value).__name__ in ("bool", "bool_")
 
 
@@ -141,7 +141,7 @@ def _text(value: str) -> str:
 
 
 def as_name(value: str) -> str:
-    """A text that is a name or a path. Raises ValueError for an empty text."""
+    """Returns a text that is a name or a path. Raises ValueError for an empty text."""
     if not value.strip():
         raise ValueError(f"must not be empty, got {value!r}; leave the key out")
     if "\0" in value:
@@ -152,7 +152,7 @@ def as_name(value: str) -> str:
 
 
 def _check_plain(value: Any, depth: int = 0) -> Any:
-    """The value. Raises ValueError for a value that a YAML file would not give back unchanged."""
+    """Returns the value. Raises ValueError for a value that a YAML file would not give back unchanged."""
     if depth > MAX_DEPTH:
         raise ValueError(f"is nested more than {MAX_DEPTH} deep, or contains itself")
     if isinstance(value, Mapping):

@@ -169,7 +169,7 @@ T = TypeVar("T", bound=SamplingConfig)
 
 
 def load_sampling(cls: type[T], argv: Sequence[str]) -> T:
-    """The configuration of `whet generate` or `whet chat` from its arguments.
+    """Returns the configuration of `whet generate` or `whet chat` from its arguments.
 
     Args: cls: GenerateConfig or ChatConfig. argv: `--config FILE`, `key=value`; a prompt= is taken as it stands, and
         each is one more.

@@ -29,7 +29,7 @@ __all__ = [
 
 
 def section_at(cls: type, path: tuple[str, ...]) -> Any:
-    """The configuration class at a path of keys; None if there is none.
+    """Returns the configuration class at a path of keys; None if there is none.
 
     >>> from whet.config import TrainingConfig
     >>> section_at(TrainingConfig, ("checkpointing_options",)).__name__
@@ -52,8 +52,8 @@ NESTED_KEY_TYPES: dict[tuple[str, ...], tuple[Any, ...]] = {
 
 
 def types_at(cls: type, path: tuple[str, ...]) -> tuple[Any, ...]:
-    """The types that a key accepts, with those of a list's items if a single item counts as a list; () if there is no
-    such key.
+    """Returns the types that a key accepts, with those of a list's items if a single item counts as a list; () if there
+    is no such key.
 
     >>> from whet.config import RunConfig
     >>> types_at(RunConfig, ("trainer", "run_dir"))
@@ -77,12 +77,12 @@ def types_at(cls: type, path: tuple[str, ...]) -> tuple[Any, ...]:
 
 @functools.cache
 def field_types(cls: type) -> dict[str, Any]:
-    """The resolved type of each field of a class."""
+    """Returns the resolved type of each field of a class."""
     return typing.get_type_hints(cls)
 
 
 def union_members(kind: Any) -> tuple[Any, ...]:
-    """The members of a union; of another type the type itself, alone.
+    """Returns the members of a union. Another type is returned as its only member.
 
     >>> union_members(int | None)
     (<class 'int'>, <class 'NoneType'>)
@@ -91,7 +91,7 @@ def union_members(kind: Any) -> tuple[Any, ...]:
 
 
 def type_text(cls: type, name: str) -> str:
-    """A field's type, as help and messages show it.
+    """Returns a field's type, as help and messages show it.
 
     >>> from whet.config import OptimConfig
     >>> type_text(OptimConfig, "total_steps")
@@ -107,7 +107,7 @@ def type_text(cls: type, name: str) -> str:
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring under each field, inherited fields included.
+    """Returns the docstring under each field, inherited fields included.
 
     Args: cls: a configuration class.
     Returns: field -> text. If several classes define a field, the text of the most derived one.
@@ -128,7 +128,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def choices(cls: type, name: str) -> Mapping[str, str]:
-    """The names that a field accepts, with when to choose each: from CHOICES of the class or its bases.
+    """Returns the names that a field accepts, with when to choose each: from CHOICES of the class or its bases.
 
     >>> from whet.config import GRPOConfig
     >>> choices(GRPOConfig, "advantage_estimator")["rloo"]
@@ -141,7 +141,7 @@ def choices(cls: type, name: str) -> Mapping[str, str]:
 
 
 def leaves(cls: type, optional: bool = False, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], type]]:
-    """Every dotted key below a class.
+    """Yields every dotted key below a class.
 
     Args: cls: a configuration class. optional: also the keys of sections that are None by default.
         prefix: put before each key.

@@ -48,7 +48,7 @@ quote."""
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
+    """Returns the mapping in a YAML file.
 
     Args: path: the file; an empty one is an empty mapping.
     Raises: ConfigError: no such file, not YAML (or another encoding than UTF-8, a key given twice ...), not a mapping.
@@ -72,7 +72,7 @@ def parse_config_args(
     cls: type | None = None,
     texts: Callable[[Sequence[str], str], bool] | None = None,
 ) -> dict[str, Any]:
-    """The nested dict of command-line arguments: files first, then key=value in order.
+    """Returns the nested dict of command-line arguments: files first, then key=value in order.
 
     A value is YAML, unless its key takes text: see `takes_text`.
 
@@ -125,7 +125,8 @@ def parse_config_args(
 
 
 def resolve_files(node: Any, folder: Path) -> Any:
-    """A tree in which Python files, also those in references, are paths relative to a folder, if the folder has them.
+    """Returns a tree in which Python files, also those in references, are paths relative to a folder, if the folder has
+    them.
 
     Args: node: of the tree. folder: of the YAML file that the tree comes from.
     """
@@ -140,7 +141,7 @@ def resolve_files(node: Any, folder: Path) -> Any:
 
 
 def takes_text(cls: type, key: Sequence[str], text: str, short: Mapping[str, str] | None = None) -> bool:
-    """Whether the value of an argument is text, taken literally, and not YAML.
+    """Returns whether the value of an argument is text, taken literally, and not YAML.
 
     A key that takes only text takes every value literally; an optional key takes `null` as None. If a key takes text or
     something else (a list, a mapping, a section), a value that begins with one of YAML_STARTS is YAML.
@@ -167,7 +168,7 @@ def takes_text(cls: type, key: Sequence[str], text: str, short: Mapping[str, str
 
 
 def _parse_value(key: str, text: str, after: Sequence[str]) -> Any:
-    """The value of an argument's text. Args: after: the arguments that follow."""
+    """Returns the value of an argument's text. Args: after: the arguments that follow."""
     try:
         return parse(text, key)
     except ConfigError as error:
@@ -175,7 +176,7 @@ def _parse_value(key: str, text: str, after: Sequence[str]) -> Any:
 
 
 def load(cls: type[T], argv: Sequence[str], short: Mapping[str, str] | None = None) -> T:
-    """A checked configuration from command-line arguments.
+    """Returns a checked configuration from command-line arguments.
 
     Args: cls: a configuration class. argv, short: see `parse_config_args`.
     Returns: the instance.
@@ -230,7 +231,7 @@ def _at(node: Any, parts: Iterable[str]) -> dict[str, Any] | None:
 
 
 def dump_tree(value: Any) -> Any:
-    """A configuration as plain dicts, lists and scalars.
+    """Returns a configuration as plain dicts, lists and scalars.
 
     Args: value: a configuration or anything inside one. A function becomes "module:name", which whet reads back; an
         object becomes the "module:name" of its class, so that no memory address makes two equal runs differ.
@@ -254,13 +255,13 @@ def dump_tree(value: Any) -> Any:
 
 
 def _key(key: Any) -> Any:
-    """A key of a mapping, in a form that can be read back."""
+    """Returns a key of a mapping, in a form that can be read back."""
     plain = dump_tree(key)
     return plain if plain is None or isinstance(plain, str | bool | int | float) else str(plain)
 
 
 def dump(config: Any) -> str:
-    """A configuration as YAML that `load` reads back to an equal one.
+    """Returns a configuration as YAML that `load` reads back to an equal one.
 
     >>> from whet.config import CheckpointingOptions
     >>> print(dump(CheckpointingOptions(max_to_keep=2)), end="")
@@ -274,7 +275,7 @@ def dump(config: Any) -> str:
 
 
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of a tree by their dotted keys. Args: node: of the tree. prefix: of its keys, with the dot.
+    """Returns the values of a tree by their dotted keys. Args: node: of the tree. prefix: of its keys, with the dot.
 
     >>> flatten({"actor": {"lr": 1.0}, "data": {}})
     {'actor.lr': 1.0, 'data': {}}
@@ -285,7 +286,7 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def diff(old: Any, new: Any) -> list[str]:
-    """The differences between two configurations.
+    """Returns the differences between two configurations.
 
     Args: old, new: configurations, or the trees that `read_yaml` gives.
     Returns: "key: old -> new", a line per key; a key that one side lacks is "(none)" there.
@@ -310,7 +311,7 @@ def _one_line(value: Any) -> str:
 
 
 def default_text(cls: type, key: str, short: Mapping[str, str] | None = None) -> str:
-    """A key's default, as it is written on the command line; "..." if it has none.
+    """Returns a key's default, as it is written on the command line; "..." if it has none.
 
     Args: cls: a configuration class. key: dotted, or a shorthand. short: shorthand -> full key.
     Raises: ConfigError: there is no such key.
@@ -364,7 +365,7 @@ def _show(cls: type, prefix: str, wanted: Callable[[str], bool], listed: dict[ty
 
 
 def _lines(key: str, field: dataclasses.Field[Any], owner: type) -> list[str]:
-    """A key with its default and type, its docstring, and what it may be by name."""
+    """Returns a key with its default and type, its docstring, and what it may be by name."""
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     text = "(required)" if default is dataclasses.MISSING else _one_line(default)
     named = choices(owner, field.name)

@@ -47,7 +47,7 @@ _STAYS = ("apply_chat_template", "seed")
 
 
 def minimal_config(config: Any) -> Any:
-    """A configuration as plain containers, with the keys that were set or have an effect.
+    """Returns a configuration as plain containers, with the keys that were set or have an effect.
 
     Args: config: a configuration, or sections of one by their names.
 
@@ -59,7 +59,7 @@ def minimal_config(config: Any) -> Any:
 
 
 def _engine(config: Any) -> Any:
-    """The name of a run's engine; None for other configurations."""
+    """Returns the name of a run's engine; None for other configurations."""
     return config.get("rollout_engine") if isinstance(config, Mapping) else getattr(config, "rollout_engine", None)
 
 
@@ -82,12 +82,12 @@ def _minimal(value: Any, engine: Any) -> Any:
 
 
 def _off(name: str, value: Any) -> bool:
-    """Whether a value turns its field off."""
+    """Returns whether a value turns its field off."""
     return value is None or value is False or value in ((), [], {}, "") or (name in _OFF and value == _OFF[name])
 
 
 def fields_without_effect(config: Any, engine: Any = None) -> set[str]:
-    """The fields of a configuration that have no effect with its other fields.
+    """Returns the fields of a configuration that have no effect with its other fields.
 
     Args: config: a configuration. engine: of the run; None = neither vLLM nor SGLang.
 

@@ -19,7 +19,7 @@ USUAL_LR, SFT_LR, REWARD_LR = 1e-6, 2e-5, 1e-4
 
 
 def _recompute(value: Any) -> Any:
-    """The mode that a bool means; other values unchanged."""
+    """Returns the mode that a bool means; other values unchanged."""
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 

@@ -17,7 +17,7 @@ _CLOSING = {"[": "]", "{": "}"}
 
 
 def is_config_file(word: str) -> bool:
-    """Whether a command-line argument is a configuration file.
+    """Returns whether a command-line argument is a configuration file.
 
     >>> is_config_file("run.yaml"), is_config_file("a=run.yaml"), is_config_file("--run.yaml")
     (True, False, False)
@@ -26,7 +26,7 @@ def is_config_file(word: str) -> bool:
 
 
 def suggest_key(words: Sequence[str], place: int, short: Mapping[str, str]) -> str:
-    """The end of the message about an argument that is neither key=value nor a flag: the fix.
+    """Returns the end of the message about an argument that is neither key=value nor a flag: the fix.
 
     Args: words: all arguments. place: of the wrong one. short: the command's shorthands.
 
@@ -55,7 +55,7 @@ def suggest_key(words: Sequence[str], place: int, short: Mapping[str, str]) -> s
 
 
 def rest_of_value(key: str, text: str, words: Sequence[str]) -> str:
-    """The end of the message about a value that the shell has split at its blanks; "" if it is not split.
+    """Returns the end of the message about a value that the shell has split at its blanks; "" if it is not split.
 
     Args: key, text: of the argument. words: the arguments that follow.
 

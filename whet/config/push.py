@@ -45,7 +45,7 @@ class PushConfig:
 
 
 def load_push(argv: Sequence[str]) -> PushConfig:
-    """A PushConfig from command-line arguments. The first may be the run's folder.
+    """Returns a PushConfig from command-line arguments. The first may be the run's folder.
 
     Raises: ConfigError: every problem at once, a line each.
     """

@@ -83,12 +83,12 @@ class CompareConfig:
 
 
 def load_compare(argv: Sequence[str]) -> CompareConfig:
-    """A CompareConfig from command-line arguments, as `load_report` takes them."""
+    """Returns a CompareConfig from command-line arguments, as `load_report` takes them."""
     return _load(CompareConfig, argv)
 
 
 def load_report(argv: Sequence[str]) -> ReportConfig:
-    """A ReportConfig from command-line arguments. The first ones may be run folders.
+    """Returns a ReportConfig from command-line arguments. The first ones may be run folders.
 
     Raises: ConfigError: every problem at once, a line each.
     """
@@ -96,7 +96,7 @@ def load_report(argv: Sequence[str]) -> ReportConfig:
 
 
 def load_watch(argv: Sequence[str]) -> WatchConfig:
-    """A WatchConfig from command-line arguments, as `load_report` takes them."""
+    """Returns a WatchConfig from command-line arguments, as `load_report` takes them."""
     return _load(WatchConfig, argv)
 
 

@@ -30,7 +30,8 @@ _RESUME_KEYS = ("trainer.allow_config_change", "trainer.resume", "trainer.run_di
 
 
 def load_resumable(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) -> T:
-    """A checked configuration from command-line arguments; with trainer.resume=latest, over the run's configuration.
+    """Returns a checked configuration from command-line arguments; with trainer.resume=latest, over the run's
+    configuration.
 
     Args: cls: of a run's configuration. argv, short: see `loader.parse_config_args`.
     Raises: ConfigError: every problem at once, a line each.
@@ -44,20 +45,20 @@ def load_partial(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) ->
 
 
 def kept_from_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
-    """The values of a resumed run that differ from this release's defaults: key -> (value, default)."""
+    """Returns the values of a resumed run that differ from this release's defaults: key -> (value, default)."""
     arguments, kept = parse_config_args(argv, short, cls), {}
     _fill_from_run(cls, arguments, _run_settings(cls, arguments), "", kept)
     return kept
 
 
 def _with_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, Any]:
-    """The given keys, over those of the run."""
+    """Returns the given keys, over those of the run."""
     arguments = parse_config_args(argv, short, cls)
     return _fill_from_run(cls, arguments, _run_settings(cls, arguments), "", {})
 
 
 def command_of(settings: Mapping[str, Any]) -> str:
-    """The command of a configuration, by the keys of its algorithm; "" if they do not show it.
+    """Returns the command of a configuration, by the keys of its algorithm; "" if they do not show it.
 
     >>> command_of({"actor": {}, "algo": {"loss_type": "nll"}}), command_of({})
     ('sft', '')
@@ -74,7 +75,9 @@ def command_of(settings: Mapping[str, Any]) -> str:
 
 
 def _run_settings(cls: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of the run to resume; {} if there is none. Raises ConfigError: another command started it."""
+    """Returns the configuration of the run to resume; {} if there is none. Raises ConfigError: another command started
+    it.
+    """
     trainer = arguments.get("trainer")
     if not isinstance(trainer, Mapping) or trainer.get("resume") != "latest":
         return {}
@@ -115,7 +118,8 @@ def _check_unedited(
 def _fill_from_run(
     cls: type, arguments: Mapping[str, Any], run: Mapping[str, Any], prefix: str, kept: dict[str, tuple[Any, Any]]
 ) -> dict[str, Any]:
-    """The given keys of a section, and the other keys from the run. A key that this release does not have is left out.
+    """Returns the given keys of a section, and the other keys from the run. A key that this release does not have is
+    left out.
 
     Args: cls: of the section. arguments: its keys now. run: its keys in the run. prefix: of its keys. kept: receives
         the values that were taken from the run and differ from the defaults.

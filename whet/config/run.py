@@ -134,7 +134,7 @@ class PPORunConfig(RunConfig):
 
 
 def missing_inputs(model: str | None, path: Sources | None, of: str = "<hub name or folder>") -> list[str]:
-    """The messages about a missing model and missing data, a line each.
+    """Returns the messages about a missing model and missing data, a line each.
 
     Args: model, path: as given. of: the kinds of model that the message names.
 
@@ -196,7 +196,7 @@ SHORTHANDS: dict[str, str] = {
 
 
 def load_run(argv: Sequence[str], kind: type[R] = RunConfig) -> R:
-    """A RunConfig from `--config run.yaml key=value ...`.
+    """Returns a RunConfig from `--config run.yaml key=value ...`.
 
     Args: argv: arguments of the command line after the command. kind: RunConfig, or PPORunConfig for `whet ppo`.
     Raises: ConfigError: every problem at once, a line each.

@@ -127,8 +127,8 @@ class RunSupervisedDataConfig(SupervisedDataConfig):
 
 
 def take_base_sections(cls: type, arguments: Any) -> Any:
-    """The arguments of a run's configuration, with objects of a base section (e.g. GRPOConfig) as objects of the run's
-    own section (RunGRPOConfig) with the same values.
+    """Returns the arguments of a run's configuration, with objects of a base section (e.g. GRPOConfig) as objects of
+    the run's own section (RunGRPOConfig) with the same values.
 
     >>> from whet.config import RunConfig
     >>> RunConfig(algo=GRPOConfig()).algo.num_generations

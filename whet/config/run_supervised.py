@@ -126,7 +126,7 @@ def shorthands(kind: type[SupervisedRunConfig]) -> Mapping[str, str]:
 
 
 def load_supervised(argv: Sequence[str], kind: type[R]) -> R:
-    """The configuration of a supervised run from `--config run.yaml key=value ...`.
+    """Returns the configuration of a supervised run from `--config run.yaml key=value ...`.
 
     Args: argv: arguments of the command line after the command. kind: of the command.
     Raises: ConfigError: every problem at once, a line each.

@@ -43,7 +43,7 @@ class ServeConfig(SamplingConfig):
 
 
 def load_serve(argv: Sequence[str]) -> ServeConfig:
-    """A ServeConfig from command-line arguments. The first may be the model.
+    """Returns a ServeConfig from command-line arguments. The first may be the model.
 
     Raises: ConfigError: every problem at once, a line each.
     """

@@ -117,7 +117,7 @@ _ALL: dict[tuple[str, ...], str] = {
 
 
 def _places(section: str, word: str) -> tuple[str, ...]:
-    """The keys for a name. whet generate has the keys of rollout and data without their section."""
+    """Returns the keys for a name. whet generate has the keys of rollout and data without their section."""
     return (f"{section}.{word}", word) if section in ("rollout", "data") else (f"{section}.{word}",)
 
 
@@ -218,7 +218,7 @@ _CLASSES = {
 
 
 def find_synonym(path: Sequence[str], known: Collection[str]) -> str | None:
-    """The key of whet for an unknown key; None if no table has it, or if the command does not have the key.
+    """Returns the key of whet for an unknown key; None if no table has it, or if the command does not have the key.
 
     Args: path: the parts of the unknown key. known: the keys, sections and shorthands of the command.
 
@@ -242,7 +242,7 @@ def find_synonym(path: Sequence[str], known: Collection[str]) -> str | None:
 
 
 def find_owner(word: str, fields: Collection[str]) -> str | None:
-    """The name of a keyword in Python: a field of the class itself, or Class.field; None if no table has it.
+    """Returns the name of a keyword in Python: a field of the class itself, or Class.field; None if no table has it.
 
     >>> find_owner("learning_rate", {"lr"}), find_owner("learning_rate", {"beta"})
     ('lr', 'OptimConfig.lr')
@@ -253,7 +253,7 @@ def find_owner(word: str, fields: Collection[str]) -> str | None:
 
 
 def leaf_paths(path: Sequence[str], value: object) -> list[tuple[str, ...]]:
-    """The paths of the keys below a path. A name of NOTES counts as one key.
+    """Returns the paths of the keys below a path. A name of NOTES counts as one key.
 
     >>> leaf_paths(("actor",), {"lr": 1, "lora": {"r": 2}})
     [('actor', 'lr'), ('actor', 'lora', 'r')]

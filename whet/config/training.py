@@ -249,7 +249,8 @@ class TrainingConfig:
         return None if self.run_dir is None else f"{self.run_dir}/checkpoints"
 
     def token_budget(self, device: str, longest: int = 0, usual: int | None = None) -> int:
-        """Tokens of one micro-batch on a kind of device: max_tokens_per_microbatch, or a default for the device.
+        """Returns tokens of one micro-batch on a kind of device: max_tokens_per_microbatch, or a default for the
+        device.
 
         Args: device: "cpu" or another. longest: tokens of the longest sequence to come, prompt and completion; a
             default below it grows to it, rounded up to a multiple of 128. usual: the default; None = the device's.
@@ -274,7 +275,8 @@ class TrainingConfig:
         return budget
 
     def saturating_tokens(self, device: str) -> int | None:
-        """The number of tokens above which a larger micro-batch is no faster; None = unknown, or set by the user.
+        """Returns the number of tokens above which a larger micro-batch is no faster; None = unknown, or set by the
+        user.
 
         >>> TrainingConfig().saturating_tokens("cpu")
         1536
@@ -381,7 +383,7 @@ class RLTrainingConfig(TrainingConfig):
             )
 
     def resolve_batch_sizes(self, full: int) -> BatchSizes:
-        """The hierarchy of batches for steps of so many prompts.
+        """Returns the hierarchy of batches for steps of so many prompts.
 
         Args: full: prompts of one step.
         Returns: BatchSizes: mini and rollout_micro default to full, train_micro to mini, compute_logps_micro to
@@ -460,7 +462,7 @@ class ClusterConfig:
         self.token_budget("cpu")  # refused here, before a model is loaded
 
     def token_budget(self, device: str, positions: int | None = None) -> int:
-        """Tokens of one micro-batch on a kind of device, enough for the longest sequence of training's rollout.
+        """Returns tokens of one micro-batch on a kind of device, enough for the longest sequence of training's rollout.
 
         Args: device: "cpu" or another. positions: of the model that samples, which no sequence is longer than; None =
             not known, or without a bound.
@@ -479,7 +481,7 @@ class ClusterConfig:
         return self.training_config.token_budget(device, longest if positions is None else min(longest, positions))
 
     def rollout_for(self, mode: Mode | str) -> RolloutConfig:
-        """The sampling of a mode.
+        """Returns the sampling of a mode.
 
         Args: mode: Mode or its value.
         Returns: the dict's entry (training's where evaluation has none), or the one configuration with its `eval`.

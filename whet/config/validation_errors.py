@@ -35,7 +35,7 @@ _LIKELY_FIELDS = {True: ("preset", "model", "path", "name", "log_dir", "metric")
 def to_config_error(
     cls: type, error: ValidationError, value: Any, *, root: str = "", short: Mapping[str, str] | None = None
 ) -> ConfigError:
-    """A ConfigError from pydantic's ValidationError: one line per path, and of a union only the deepest error.
+    """Returns a ConfigError from pydantic's ValidationError: one line per path, and of a union only the deepest error.
 
     Args:
         cls: the class that was checked.
@@ -80,7 +80,7 @@ def to_config_error(
 
 
 def written_path(cls: type, loc: tuple[Any, ...], value: Any) -> tuple[str, ...]:
-    """The keys in pydantic's location that the user wrote, without the members of unions."""
+    """Returns the keys in pydantic's location that the user wrote, without the members of unions."""
     path: tuple[str, ...] = ()
     for part in loc:
         section = section_at(cls, path)
@@ -124,7 +124,7 @@ def _error_line(cls: type, path: tuple[str, ...], items: list[Any], root: str, s
 
 
 def _not_a_section(section: type, key: str, root: str, value: Any) -> str:
-    """The message about a value in place of a section."""
+    """Returns the message about a value in place of a section."""
     names = [f.name for f in dataclasses.fields(section)]
     if not root and "preset" in _refused(section):
         names.append("preset")
@@ -140,7 +140,7 @@ def _not_a_section(section: type, key: str, root: str, value: Any) -> str:
 
 
 def _default_hint(section: Any, path: tuple[str, ...]) -> str:
-    """The hint for a None that a field does not accept: its default; "" if it has none."""
+    """Returns the hint for a None that a field does not accept: its default; "" if it has none."""
     field = next((f for f in dataclasses.fields(section) if path and f.name == path[-1]), None) if section else None
     if field is None or not isinstance(field.default, str | int | float):
         return ""
@@ -148,7 +148,7 @@ def _default_hint(section: Any, path: tuple[str, ...]) -> str:
 
 
 def _suggest_fix(value: Any, kind: str, name: str = "") -> str:
-    """The fix for a common mistake in a value; "" if it is none. Args: name: of its field."""
+    """Returns the fix for a common mistake in a value; "" if it is none. Args: name: of its field."""
     if isinstance(value, str) and value == "None":  # an array is compared place by place
         return "; nothing is null in YAML"
     if kind == "string_type" and value is True and name == "resume":
@@ -169,7 +169,8 @@ def _refused(section: type) -> dict[str, str]:
 
 
 def _prefix_message(cls: type, path: tuple[str, ...], key: str, message: str, *, whole: bool) -> str:
-    """A section's own message with the path of its key. If the message begins with a field, the path ends with it.
+    """Returns a section's own message with the path of its key. If the message begins with a field, the path ends with
+    it.
 
     Args: whole: add the path to the other fields that the message names, too. Fields of one word are left unchanged,
         because they may be ordinary words.
@@ -186,7 +187,7 @@ def _prefix_message(cls: type, path: tuple[str, ...], key: str, message: str, *,
 
 
 def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mapping[str, str], value: Any) -> str:
-    """The message about an unknown keyword (from Python) or key, with its name in whet or the nearest match."""
+    """Returns the message about an unknown keyword (from Python) or key, with its name in whet or the nearest match."""
     section = section_at(cls, path[:-1])
     if section and path[-1] in (refused := _refused(section)):
         return f"{key}: {refused[path[-1]]}"
@@ -206,7 +207,7 @@ def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mappi
 
 
 def _synonym_hint(path: tuple[str, ...], known: Collection[str]) -> str:
-    """The hint about a key of another library; "" if no table has it."""
+    """Returns the hint about a key of another library; "" if no table has it."""
     if (hint := find_synonym(path, known)) is not None:
         return f"; did you mean {hint}?"
     return f": {NOTES[path[-1]]}" if path[-1] in NOTES else ""
@@ -214,5 +215,5 @@ def _synonym_hint(path: tuple[str, ...], known: Collection[str]) -> str:
 
 @functools.cache
 def _keys(cls: type) -> tuple[str, ...]:
-    """Every dotted key below a class."""
+    """Returns every dotted key below a class."""
     return tuple(key for key, *_ in leaves(cls, True))

@@ -96,7 +96,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def scalar(self, node: Any) -> Any:
-        """A null, bool, int or float, by its tag."""
+        """Returns a null, bool, int or float, by its tag."""
         text, kind = self.construct_scalar(node), node.tag.removeprefix(_TAG)
         if not _SCALARS[kind][0].match(text):
             raise self.refuse(node.start_mark, f"{text[:40]!r} is not a valid {kind}; leave the tag out")
@@ -128,7 +128,7 @@ class Dumper(_Base):  # pyright: ignore[reportGeneralTypeIssues]
     """Quotes what YAML 1.1 or 1.2 would read as something else, and escapes every end of a line but the usual one."""
 
     def text(self, value: str) -> Any:
-        """A string's node."""
+        """Returns a string's node."""
         style = '"' if any(end in value for end in "\r\x85\u2028\u2029") else None
         return self.represent_scalar(f"{_TAG}str", value, style)
 
@@ -151,7 +151,7 @@ for _kind, (_pattern, _first) in _SCALARS.items():
 
 
 def parse(text: str, where: str, *, lines: bool = False) -> Any:
-    """The value of a YAML text.
+    """Returns the value of a YAML text.
 
     Args: text: one document. where: the file or key that it comes from, for messages. lines: messages show the line.
     Raises: ConfigError: the text is not YAML, or is one of the errors above.
@@ -172,13 +172,15 @@ def parse(text: str, where: str, *, lines: bool = False) -> Any:
 
 
 def _has_swallowed(key: Any, value: Any) -> bool:
-    """Whether a key of a mapping in braces contains its value, because there is no blank between them."""
+    """Returns whether a key of a mapping in braces contains its value, because there is no blank between them."""
     plain = isinstance(value, yaml.ScalarNode) and (value.value, value.style) == ("", None)
     return plain and key.style is None and ":" in key.value
 
 
 def _without_blank(pairs: list[tuple[Any, Any]], where: str | None) -> str:
-    """The message about keys that contain their values. Args: where: the key on a command line; None = in a file."""
+    """Returns the message about keys that contain their values. Args: where: the key on a command line; None = in a
+    file.
+    """
     keys = [key.value for key, value in pairs if isinstance(key, yaml.ScalarNode) and _has_swallowed(key, value)]
     parts = [key.rpartition(":") for key in keys]
     right = ", ".join(
@@ -189,7 +191,7 @@ def _without_blank(pairs: list[tuple[Any, Any]], where: str | None) -> str:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file of YAML.
+    """Returns the text of a file of YAML.
 
     Raises: ConfigError: it can't be read, or is not UTF-8.
     """

@@ -15,7 +15,7 @@ __all__ = ["chain_checksum", "compute_checksums"]
 
 
 def compute_checksums(rows: Iterable[Any]) -> tuple[int, int]:
-    """Two checksums of rows in their order: of the tokens that are trained on, and of the other columns.
+    """Returns two checksums of rows in their order: of the tokens that are trained on, and of the other columns.
 
     A Prompt adds its tokens and its columns. An Example adds its tokens with their masks, and its columns. A row that
     was not encoded adds only its position.
@@ -29,14 +29,14 @@ def compute_checksums(rows: Iterable[Any]) -> tuple[int, int]:
 
 
 def _parts(row: Any) -> list[bytes]:
-    """The bytes of a row's tokens and masks."""
+    """Returns the bytes of a row's tokens and masks."""
     if isinstance(row, Example):
         return [array.tobytes() for s in row.sequences for array in (s.prefix, s.tokens, s.mask)]
     return [row.tokens.tobytes() if isinstance(row, Prompt) else b""]
 
 
 def chain_checksum(item: Any, before: int) -> int:
-    """The checksum of a stream after one more item.
+    """Returns the checksum of a stream after one more item.
 
     Args: item: the item. before: the checksum of the items before it.
     """
@@ -44,7 +44,9 @@ def chain_checksum(item: Any, before: int) -> int:
 
 
 def _serialize(columns: Mapping[str, Any], encoder: json.JSONEncoder | None = None) -> bytes:
-    """Columns as JSON that is the same in every process; a value that JSON can't hold becomes its type's name."""
+    """Returns columns as JSON that is the same in every process; a value that JSON can't hold becomes its
+    type's name.
+    """
     encoder = encoder or _JSON
     try:
         return encoder.encode(dict(columns)).encode()

@@ -43,7 +43,7 @@ class Rendering:
     """Describes a turn that does not start with the template's generation header; "" = every turn does."""
 
     def extend(self, *parts: Part, rendered: RenderedText, changed: str) -> Rendering:
-        """The sequence with more parts."""
+        """Returns the sequence with more parts."""
         return replace(self, parts=(*self.parts, *parts), rendered=rendered, changed=self.changed or changed)
 
 
@@ -56,7 +56,7 @@ def render_turns(
     row: int = 0,
     **options: Any,
 ) -> list[Rendering]:
-    """The sequences of a conversation, split into context and the assistant's text.
+    """Returns the sequences of a conversation, split into context and the assistant's text.
 
     Args:
         template: renders the messages.
@@ -106,7 +106,7 @@ def render_turns(
 def render_as_one(
     template: ChatTemplate, messages: Sequence[Message], *, row: int = 0, **options: Any
 ) -> list[Rendering]:
-    """A conversation as one sequence in which every token is trained. Args, Returns: see `render_turns`."""
+    """Returns a conversation as one sequence in which every token is trained. Args, Returns: see `render_turns`."""
     text = template.text(messages, row=row, **options)
     return [Rendering((Part(text, trained=True),), RenderedText(text, len(messages), options))]
 
@@ -118,7 +118,7 @@ def make_rendered_sequence(
     ids: Sequence[Sequence[int]],
     row: int = 0,
 ) -> TrainSequence:
-    """The token ids and the mask of a sequence.
+    """Returns the token ids and the mask of a sequence.
 
     If the template marks the assistant's text ({% generation %}), only the marked text is trained.
 
@@ -136,7 +136,7 @@ def make_rendered_sequence(
 
 
 def make_sequence(parts: Sequence[tuple[Sequence[int] | np.ndarray, Any]]) -> TrainSequence:
-    """A sequence from its parts: (token ids, whether they are trained: one bool, or one for each id).
+    """Returns a sequence from its parts: (token ids, whether they are trained: one bool, or one for each id).
 
     The prefix ends before the first trained token, and has at least one token.
 
@@ -154,7 +154,7 @@ def make_sequence(parts: Sequence[tuple[Sequence[int] | np.ndarray, Any]]) -> Tr
 
 
 def _has_content(turn: Message) -> bool:
-    """Whether a turn has text other than white space, or tool calls."""
+    """Returns whether a turn has text other than white space, or tool calls."""
     content = turn.get("content")
     text = content.strip() if isinstance(content, str) else content
     return bool(text or any(turn.get(key) for key in ("tool_calls", "reasoning_content", "reasoning", "thinking")))
@@ -168,7 +168,8 @@ def _intersect_marks(
     marks: Sequence[bool],
     row: int,
 ) -> list[np.ndarray]:
-    """The masks of the tokens that are both in a trained turn and marked; a marked header is accepted, but not trained.
+    """Returns the masks of the tokens that are both in a trained turn and marked; a marked header is accepted, but not
+    trained.
 
     Raises: DataError: a trained turn has no marked token, or text outside the assistant's turns is marked.
     """

@@ -37,7 +37,7 @@ BATCH = 1000
 
 
 def file_format(path: Path) -> str:
-    """The suffix of a file's format: the last one, or for a compressed file the one before.
+    """Returns the suffix of a file's format: the last one, or for a compressed file the one before.
 
     >>> file_format(Path("a/train.jsonl")), file_format(Path("train.csv.gz"))
     ('.jsonl', '.csv')
@@ -47,7 +47,7 @@ def file_format(path: Path) -> str:
 
 
 def read_files(paths: Sequence[Path]) -> Any:
-    """The rows of data files of one format, one after the other.
+    """Returns the rows of data files of one format, one after the other.
 
     Args: paths: at least one.
     Returns: a list of dicts (JSON), or a datasets.Dataset (tables).
@@ -69,7 +69,7 @@ def read_files(paths: Sequence[Path]) -> Any:
 
 
 def stream_files(paths: Sequence[Path]) -> StreamedFiles:
-    """The rows of data files of one format, as a stream.
+    """Returns the rows of data files of one format, as a stream.
 
     Args: paths: at least one.
     Raises: DataError: the columns of a table have other types than those of the first. While it is read, the stream
@@ -99,7 +99,9 @@ class StreamedFiles:
         self._at = {"file": 0, "part": 0, "row": 0}
 
     def state_dict(self) -> dict[str, int]:
-        """The file, its part (a byte, a row group or a batch; 0 if it has no parts), and the rows read of that part."""
+        """Returns the file, its part (a byte, a row group or a batch; 0 if it has no parts), and the rows read of that
+        part.
+        """
         return dict(self._at)
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
@@ -107,7 +109,7 @@ class StreamedFiles:
         self._start = dict(state_dict)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The rows. Raises: DataError: a file can't be read, or there are no rows."""
+        """Yields the rows. Raises: DataError: a file can't be read, or there are no rows."""
         at = self._at = {"file": 0, "part": 0, "row": 0, **(self._start or {})}
         started, self._start = self._start is not None, None
         empty = True
@@ -153,7 +155,7 @@ def _convert_file_errors(path: Path) -> Iterator[None]:
 
 
 def _open_text(path: Path) -> io.BufferedIOBase:
-    """A text file, opened as bytes and decompressed."""
+    """Returns a text file, opened as bytes and decompressed."""
     if path.suffix not in COMPRESSED:
         return path.open("rb")
     import pyarrow as pa
@@ -189,7 +191,7 @@ def _text_lines(path: Path, start: int = 0) -> Iterator[tuple[int, int, str]]:
 
 
 def _line_name(number: int, start: int) -> str:
-    """The name of a line in messages."""
+    """Returns the name of a line in messages."""
     return f"line {number} after byte {start}" if start else f"line {number}"
 
 
@@ -197,7 +199,8 @@ def _line_name(number: int, start: int) -> str:
 
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a .jsonl file, of the list in a .json file, or of the only list in the object of a .json file.
+    """Yields the objects of a .jsonl file, of the list in a .json file, or of the only list in the object of a .json
+    file.
 
     A .json file may also have one object per line.
     """
@@ -209,7 +212,7 @@ def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _json_values(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file with one JSON value."""
+    """Yields the objects of a file with one JSON value."""
     value = _parse_json("\n".join(line for _, _, line in _text_lines(path)), str(path), lines=True)
     if isinstance(value, dict):
         lists = [item for item in value.values() if isinstance(item, list)]
@@ -223,7 +226,9 @@ def _json_values(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _has_lines(path: Path) -> bool:
-    """Whether a .json file has one object per line: the first line is an object, or not JSON, and more lines follow."""
+    """Returns whether a .json file has one object per line: the first line is an object, or not JSON, and more lines
+    follow.
+    """
     first = ""
     for _, _, line in _text_lines(path):
         if first and line.strip():
@@ -251,7 +256,9 @@ def _json_lines(path: Path, start: int = 0, skip: bool = False) -> Iterator[tupl
 
 
 def _parse_json(text: str, where: str, lines: bool = False) -> Any:
-    """The value of a JSON text. Args: where: its place, for messages. lines: the text has several lines; name one."""
+    """Returns the value of a JSON text. Args: where: its place, for messages. lines: the text has several lines; name
+    one.
+    """
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -268,7 +275,7 @@ def _parse_json(text: str, where: str, lines: bool = False) -> Any:
 
 
 def _read_table(path: Path) -> pa.Table:
-    """The table of a csv, parquet or arrow file."""
+    """Returns the table of a csv, parquet or arrow file."""
     import pyarrow as pa
     from pyarrow import csv, parquet
 
@@ -285,7 +292,7 @@ def _read_table(path: Path) -> pa.Table:
 
 
 def _open_batches(path: Path, start: int = 0) -> tuple[pa.Schema, Iterator[tuple[int, pa.RecordBatch]]]:
-    """The schema of a csv, parquet or arrow file, and its batches as (part, batch), starting with part `start`.
+    """Returns the schema of a csv, parquet or arrow file, and its batches as (part, batch), starting with part `start`.
 
     A part is a row group of a parquet file and a batch of an arrow file; a csv file is one part.
     """
@@ -339,7 +346,9 @@ def _table_rows(path: Path, first: int, skip: int) -> Iterator[tuple[int, int, d
 
 
 def _check_table(table: pa.Table, path: Path, before: int = 0) -> pa.Table:
-    """The table, if its data are valid and its columns have different names. Args: before: rows before the table."""
+    """Returns the table, if its data are valid and its columns have different names. Args: before: rows before the
+    table.
+    """
     import pyarrow as pa
 
     duplicates = [name for name in table.column_names if table.column_names.count(name) > 1]

@@ -64,7 +64,7 @@ class LengthStats:
         return int(np.percentile(self._array, 95, method="higher")) if self._lengths else 0
 
     def over(self, limit: int) -> int:
-        """The number of rows that are longer than a limit."""
+        """Returns the number of rows that are longer than a limit."""
         return int((self._array > limit).sum()) if self._lengths else 0
 
     def describe_over(self, limit: int, name: str) -> str:
@@ -82,7 +82,7 @@ class LengthStats:
         )
 
     def histogram(self, width: int = 40) -> list[str]:
-        """A line for each of several equal ranges of lengths: range, number of rows, bar.
+        """Returns a line for each of several equal ranges of lengths: range, number of rows, bar.
 
         Args: width: characters of the longest bar.
 
@@ -201,7 +201,7 @@ class LengthPolicy:
 
 
 def truncate_end(sequence: TrainSequence, limit: int) -> TrainSequence | None:
-    """The first tokens of a sequence.
+    """Returns the first tokens of a sequence.
 
     Args: sequence: the sequence. limit: the number of tokens to keep, prefix included.
     Returns: the truncated sequence; None = it has no trained token.
@@ -219,7 +219,7 @@ def truncate_end(sequence: TrainSequence, limit: int) -> TrainSequence | None:
 
 
 def truncate_start(sequence: TrainSequence, limit: int) -> TrainSequence | None:
-    """The last tokens of a sequence; the first of them becomes the prefix, even if it was trained.
+    """Returns the last tokens of a sequence; the first of them becomes the prefix, even if it was trained.
 
     Args: sequence: the sequence. limit: the number of tokens to keep, prefix included.
     Returns: the truncated sequence; None = it has no trained token.

@@ -18,7 +18,7 @@ __all__ = ["MixedRows", "MixedStream", "normalize_weights", "permutation"]
 
 
 def normalize_weights(weights: Sequence[float]) -> np.ndarray:
-    """The weights divided by their sum.
+    """Returns the weights divided by their sum.
 
     >>> normalize_weights([3.0, 1.0]).tolist()
     [0.75, 0.25]
@@ -62,11 +62,11 @@ class MixedRows(Sequence[Any]):
             yield from part
 
     def with_parts(self, parts: Sequence[Sequence[Any]]) -> MixedRows:
-        """The same mixture with other rows, e.g. encoded ones. Args: parts: the rows of each data set."""
+        """Returns the same mixture with other rows, e.g. encoded ones. Args: parts: the rows of each data set."""
         return MixedRows(parts, self.weights)
 
     def describe(self) -> str:
-        """The number of data sets, and their shares if they have weights.
+        """Returns the number of data sets, and their shares if they have weights.
 
         >>> MixedRows([["a"], ["x", "y"]], weights=[3, 1]).describe()
         '2 data sets: 75 % of 1 row(s), 25 % of 2 row(s)'
@@ -78,7 +78,7 @@ class MixedRows(Sequence[Any]):
         return f"{len(self.parts)} data sets: {shares}"
 
     def checksum(self) -> int:
-        """A checksum of the lengths and weights; a resumed run compares it."""
+        """Returns a checksum of the lengths and weights; a resumed run compares it."""
         return zlib.crc32(repr((self._ends.tolist(), self.weights)).encode())
 
     @cached_property
@@ -93,7 +93,7 @@ class MixedRows(Sequence[Any]):
         return datasets
 
     def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-        """The indices of the rows of one epoch of a mixture with weights.
+        """Returns the indices of the rows of one epoch of a mixture with weights.
 
         Args: seed: the run's seed. epoch: 0, 1, ... shuffle: False = each data set in its own order.
         Returns: int64 [N].
@@ -129,7 +129,7 @@ class MixedStream:
             self.state_dict, self.load_state_dict = self._state_dict, self._load_state_dict
 
     def _state_dict(self) -> dict[str, Any]:
-        """The number of rows taken from each stream, and the state of each stream."""
+        """Returns the number of rows taken from each stream, and the state of each stream."""
         return {"taken": self.taken.tolist(), "streams": [s.state_dict() for s in self.streams]}  # pyright: ignore
 
     def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -153,12 +153,12 @@ class MixedStream:
 
 
 def _next_dataset(share: np.ndarray, taken: np.ndarray) -> int:
-    """The data set that is furthest behind its share; the first one in a tie."""
+    """Returns the data set that is furthest behind its share; the first one in a tie."""
     return int(np.argmax(share * (taken.sum() + 1) - taken))
 
 
 def permutation(rows: int, *key: int) -> np.ndarray:
-    """A random order of rows: the ranks of raw Philox draws, seeded with a key.
+    """Returns a random order of rows: the ranks of raw Philox draws, seeded with a key.
 
     numpy guarantees that raw draws never change, but not that its own permutation doesn't.
 

@@ -46,7 +46,7 @@ class PreferenceEncoder(RowEncoder):
         return RowAnswers(answers, columns, EQUAL if not answers else "")
 
     def _pair(self, row: Mapping[str, Any], number: int) -> list[Answer] | None:
-        """The chosen and the rejected answer; [] = they are the same; None = the row has no such columns."""
+        """Returns the chosen and the rejected answer; [] = they are the same; None = the row has no such columns."""
         chosen = self._column(row, ("chosen",), "chosen_column", number)
         rejected = self._column(row, ("rejected",), "rejected_column", number)
         if chosen is None or rejected is None:
@@ -138,7 +138,8 @@ class UnpairedEncoder(PreferenceEncoder):
 
 
 def _common_messages(a: list[Message], b: list[Message], number: int) -> int:
-    """The number of common messages at the start of two conversations; an assistant's turn follows them in each.
+    """Returns the number of common messages at the start of two conversations; an assistant's turn follows them in
+    each.
 
     Raises: DataError: the first different message is not an answer.
     """
@@ -154,7 +155,7 @@ def _common_messages(a: list[Message], b: list[Message], number: int) -> int:
 
 
 def _split_at_difference(a: TrainSequence, b: TrainSequence) -> list[TrainSequence]:
-    """Two texts with their common tokens as the prefix; at least one token of each is trained."""
+    """Returns two texts with their common tokens as the prefix; at least one token of each is trained."""
     ids = [np.concatenate([s.prefix, s.tokens]) for s in (a, b)]
     limit = min(map(len, ids)) - 1
     different = np.flatnonzero(ids[0][:limit] != ids[1][:limit])
@@ -163,7 +164,7 @@ def _split_at_difference(a: TrainSequence, b: TrainSequence) -> list[TrainSequen
 
 
 def _share_prefix(sequence: TrainSequence, prefix: np.ndarray | None) -> TrainSequence:
-    """The sequence with the prefix array of another if they are equal, which saves memory."""
+    """Returns the sequence with the prefix array of another if they are equal, which saves memory."""
     same = prefix is not None and np.array_equal(sequence.prefix, prefix)
     return replace(sequence, prefix=prefix) if same else sequence
 

@@ -31,7 +31,7 @@ MAX_LINES = 24
 
 
 def prompt_lines(encode: PromptEncoder, prompt: Prompt, *, width: int = WIDTH, most: int = MAX_LINES) -> list[str]:
-    r"""A prompt as the model reads it.
+    r"""Returns a prompt as the model reads it.
 
     Args: encode: its encoder. prompt: the prompt. width: characters per line. most: the most lines of the text.
 
@@ -64,7 +64,7 @@ def prompt_lines(encode: PromptEncoder, prompt: Prompt, *, width: int = WIDTH, m
 def example_lines(
     encode: RowEncoder, example: Example, row: Mapping[str, Any], *, width: int = WIDTH, most: int = MAX_LINES
 ) -> list[str]:
-    """The sequences of a row of supervised training, with their trained parts.
+    """Returns the sequences of a row of supervised training, with their trained parts.
 
     Args: encode: its encoder. example: the encoded row. row: the row. width, most: see `prompt_lines`.
 
@@ -101,7 +101,7 @@ def example_lines(
 def text_lines(
     parts: Sequence[tuple[str, bool]], *, width: int = WIDTH, most: int = MAX_LINES, tokens: Collection[str] = ()
 ) -> list[str]:
-    r"""Lines of a text.
+    r"""Returns lines of a text.
 
     Args:
         parts: (text, whether it is trained).
@@ -133,7 +133,7 @@ def text_lines(
 
 
 def _parts(tokenizer: PreTrainedTokenizerBase, sequence: TrainSequence) -> list[tuple[str, bool]]:
-    """The text of a sequence, split at the borders of its trained parts."""
+    """Returns the text of a sequence, split at the borders of its trained parts."""
     ids = [*sequence.prefix.tolist(), *sequence.tokens.tolist()]
     mask = [*[False] * len(sequence.prefix), *sequence.mask.tolist()]
     ends = [place for place in range(1, len(ids)) if mask[place] != mask[place - 1]] + [len(ids)]
@@ -146,12 +146,12 @@ def _parts(tokenizer: PreTrainedTokenizerBase, sequence: TrainSequence) -> list[
 
 
 def _special_tokens(tokenizer: Any) -> list[str]:
-    """The tokens that were added to the vocabulary, including special tokens."""
+    """Returns the tokens that were added to the vocabulary, including special tokens."""
     return list(tokenizer.get_added_vocab())
 
 
 def _names(example: Example) -> list[str]:
-    """Names that distinguish the sequences of a row."""
+    """Returns names that distinguish the sequences of a row."""
     count = len(example.sequences)
     if "chosen" in example.columns and count == 2:
         return [", chosen", ", rejected"]
@@ -168,7 +168,7 @@ def _origins(
     key: str,
     row: int,
 ) -> list[str]:
-    """Names the sources of the template, the system prompt, the tools and the thinking.
+    """Returns names the sources of the template, the system prompt, the tools and the thinking.
 
     Args: messages: with the configured system prompt. has_own_system: the row has a system turn. options: the row's
         arguments of the template. key: the configuration key of the arguments for all rows.

@@ -52,7 +52,7 @@ Encode = Callable[[Any, int], Any]
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of the rows in one epoch.
+    """Returns the order of the rows in one epoch.
 
     Args: rows: the number of rows. seed: of the run, 0 or more. epoch: 0, 1, ...
     Returns: int64 [rows], each index once.
@@ -94,7 +94,7 @@ def hold_out(rows: Any, fraction: float, seed: int) -> tuple[Any, list[Any]]:
 
 
 def batch_to_rows(batch: Mapping[str, Any], prompt_column: str | None = None) -> list[dict[str, Any]]:
-    """The rows of a batch; columns with more dimensions keep the inner ones.
+    """Returns the rows of a batch; columns with more dimensions keep the inner ones.
 
     Args: batch: column -> one value per prompt, as a list or array. prompt_column: see find_prompt_column.
     Raises: DataError: a column of another length than the prompts'.
@@ -191,7 +191,7 @@ class PromptStream:
         """Checksums of the encoded prompts in order, and of their other columns; 0 = they are not known beforehand."""
 
     def _resolve_batch_size(self, first: Any, batch_size: int | None) -> int:
-        """The number of prompts per batch."""
+        """Returns the number of prompts per batch."""
         if self.kind != "batches":
             if batch_size is None:
                 raise ConfigError("data.batch_size is needed: the data are rows, not ready-made batches")
@@ -239,7 +239,9 @@ class PromptStream:
         return full + (rest > 0 and self.last_batch == "keep")
 
     def describe(self) -> str:
-        """One line for the log: the number of rows, their order, the rows left out, and the behaviour of a resume."""
+        """Returns one line for the log: the number of rows, their order, the rows left out, and the behaviour of a
+        resume.
+        """
         if self.kind == "stream":
             order = f"shuffled {self.shuffle_buffer} at a time" if self.shuffle_buffer else "in its own order"
             resume = "reads and skips rows" if self._begin is None else "goes on at its place"
@@ -256,7 +258,7 @@ class PromptStream:
         return f"{len(self.source)} {self.what} {order}, {batches} per epoch{tail}"
 
     def state(self) -> dict[str, Any]:
-        """The position after the last batch, for a checkpoint: plain ints, and the source's own state."""
+        """Returns the position after the last batch, for a checkpoint: plain ints, and the source's own state."""
         block, source = self._block or (0, self._begin)
         return {
             "epoch": self.epoch,
@@ -340,7 +342,7 @@ class PromptStream:
             )
 
     def _resume_at(self, state: Mapping[str, Any]) -> Iterator[Any]:
-        """The unused items of a source that continues from its saved state.
+        """Returns the unused items of a source that continues from its saved state.
 
         Raises: CheckpointError: its first row has changed, or it refuses the state.
         """
@@ -361,7 +363,7 @@ class PromptStream:
         return islice(self._shuffled(iterate_rows(self.source, "the data"), block), self.used - block, None)
 
     def _shuffled(self, items: Iterator[Any], used: int = 0) -> Iterator[Any]:
-        """The items of a stream, shuffled a block of `shuffle_buffer` at a time.
+        """Yields the items of a stream, shuffled a block of `shuffle_buffer` at a time.
 
         The order of each block is drawn from (seed, epoch, block), so a resume reads at most one block again.
         Args: used: the number of earlier items, a multiple of the block size.
@@ -404,7 +406,7 @@ class PromptStream:
         return items
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """The batches from the current position on. Raises DataError: an epoch has no batch."""
+        """Yields the batches from the current position on. Raises DataError: an epoch has no batch."""
         while self.num_epochs is None or self.epoch < self.num_epochs:
             if self.kind == "rows":
                 yield from self._iterate_rows()
@@ -427,7 +429,7 @@ class PromptStream:
                 return
 
     def _iterate_rows(self) -> Iterator[list[Any]]:
-        """The remaining batches of an epoch of rows with a length."""
+        """Yields the remaining batches of an epoch of rows with a length."""
         rows = len(self.source)
         if isinstance(self.source, MixedRows) and self.source.weights is not None:
             order = self.source.order(self.seed, self.epoch, self.shuffle)
@@ -442,7 +444,7 @@ class PromptStream:
             yield [self.source[place] for place in places]
 
     def _iterate_stream(self) -> Iterator[list[Any]]:
-        """The remaining batches of an epoch of a stream or of ready-made batches; `used` counts the items."""
+        """Returns the remaining batches of an epoch of a stream or of ready-made batches; `used` counts the items."""
         items, self._items = self._items, None
         if items is None:
             if self._begin is not None:
@@ -524,7 +526,9 @@ def encode_all(rows: Any, encode: Encode, what: str) -> Sequence[Any]:
 
 
 def _encoded(rows: Any, encode: Encode) -> Iterator[Any]:
-    """The encoded rows, in order; an encoder gets them in batches, so that it calls the tokenizer once per batch."""
+    """Yields the encoded rows, in order; an encoder gets them in batches, so that it calls the tokenizer once per
+    batch.
+    """
     items = iterate_rows(rows, "the data")
     if not isinstance(encode, PromptEncoder | RowEncoder):
         yield from (encode(row, place) for place, row in enumerate(items))
@@ -536,7 +540,7 @@ def _encoded(rows: Any, encode: Encode) -> Iterator[Any]:
 
 
 def _peek(source: Iterable[Any], once: bool) -> tuple[Any, Iterable[Any]]:
-    """The first item, and a source that still contains it."""
+    """Returns the first item, and a source that still contains it."""
     if isinstance(source, Mapping | str):
         raise DataError(f"data of type {type(source).__name__}; give a list of rows, a Dataset or an iterable of them")
     items = iterate_rows(source, "the data")
@@ -548,7 +552,7 @@ def _peek(source: Iterable[Any], once: bool) -> tuple[Any, Iterable[Any]]:
 
 
 def is_batch(item: Any, prompt_column: str | None = None) -> bool:
-    """Whether an item is a batch: its prompt column is a list or array of prompts, not one conversation.
+    """Returns whether an item is a batch: its prompt column is a list or array of prompts, not one conversation.
 
     >>> is_batch({"prompts": ["a", "b"]}), is_batch({"prompt": "a"}), is_batch({"prompt": [{"role": "user"}]})
     (True, False, False)
@@ -561,12 +565,12 @@ def is_batch(item: Any, prompt_column: str | None = None) -> bool:
 
 
 def first_row(rows: Any) -> Any:
-    """The first row or ready-made batch; None = it can't be read without consuming it."""
+    """Returns the first row or ready-made batch; None = it can't be read without consuming it."""
     if has_random_access(rows):
         return rows[0] if len(rows) else None
     return None if rows is None or iter(rows) is rows else next(iter(rows), None)
 
 
 def has_random_access(source: Any) -> bool:
-    """Whether a source has a length and can be indexed."""
+    """Returns whether a source has a length and can be indexed."""
     return isinstance(source, Sequence) or (isinstance(source, Sized) and hasattr(source, "__getitem__"))

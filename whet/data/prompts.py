@@ -62,7 +62,7 @@ RESERVED_COLUMNS = (
 
 
 def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None, row: int | None = None) -> str:
-    """The column that holds the prompts.
+    """Returns the column that holds the prompts.
 
     Args: columns: the columns of a row. prompt_column: the configured name; None = the first of prompt, prompts,
         messages, question and conversations that exists. row: the row number, for the message.
@@ -179,7 +179,7 @@ class PromptEncoder:
         data: DataConfig | None = None,
         **options: Any,
     ) -> PromptEncoder:
-        """The encoder of a configuration.
+        """Returns the encoder of a configuration.
 
         Args: tokenizer: of transformers. rollout: the rollout section of a mode. data: the section data; None = only
             options. options: more arguments.
@@ -201,7 +201,7 @@ class PromptEncoder:
         self._warned_of_empty = False
 
     def __call__(self, row: Mapping[str, Any] | Prompt, number: int = 0) -> Prompt | None:
-        """One row as a Prompt.
+        """Returns one row as a Prompt.
 
         Args:
             row: column -> value; or an encoded Prompt, and then only its length is checked again.
@@ -247,7 +247,7 @@ class PromptEncoder:
         ]
 
     def _read_row(self, row: Any, number: int) -> _PromptRow:
-        """The prompt of a row."""
+        """Returns the prompt of a row."""
         if not isinstance(row, Mapping):
             raise DataError(f"row {number} is {type(row).__name__}; a row is a mapping from column to value")
         name = find_prompt_column(row, self.prompt_column, number)
@@ -263,7 +263,7 @@ class PromptEncoder:
         return _PromptRow(number, source, columns, template_options(row, number))
 
     def _render_together(self, rows: Sequence[_PromptRow]) -> dict[int, RenderedText]:
-        """The rendered conversations by the rows' numbers; none if one of them fails, and then each is rendered by
+        """Returns the rendered conversations by the rows' numbers; none if one of them fails, and then each is rendered by
         itself, so that the error names its row.
         """
         several = [row for row in rows if not self.is_plain(row.source)]
@@ -277,7 +277,7 @@ class PromptEncoder:
         return {row.number: RenderedText(text, len(m), o) for row, text, m, o in parts}
 
     def _tokenize(self, rows: Sequence[_PromptRow], texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of each text. A chat template writes the special tokens itself."""
+        """Returns the token ids of each text. A chat template writes the special tokens itself."""
         ids_by_row: dict[int, list[int]] = {}
         for plain in (True, False):
             group = [(row.number, t) for row, t in zip(rows, texts, strict=True) if self.is_plain(row.source) is plain]
@@ -287,7 +287,7 @@ class PromptEncoder:
         return [ids_by_row[row.number] for row in rows]
 
     def _make_prompt(self, row: _PromptRow, tokens: list[int]) -> Prompt | None:
-        """The Prompt of a row; None = it is dropped."""
+        """Returns the Prompt of a row; None = it is dropped."""
         number, source = row.number, row.source
         if not tokens:
             raise DataError(
@@ -350,11 +350,11 @@ class PromptEncoder:
         return f"raise it to {length}, or set {self._rollout}on_long_prompt to truncate_left or drop"
 
     def is_plain(self, source: str | list[Message]) -> bool:
-        """Whether a prompt is tokenised as plain text, without a chat template."""
+        """Returns whether a prompt is tokenised as plain text, without a chat template."""
         return isinstance(source, str) and not self.apply_chat_template
 
     def messages(self, source: str | list[Message]) -> list[Message]:
-        """The messages that the template renders, with the system prompt; a text is one user turn."""
+        """Returns the messages that the template renders, with the system prompt; a text is one user turn."""
         messages = [{"role": "user", "content": source}] if isinstance(source, str) else list(source)
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})
@@ -391,7 +391,7 @@ class PromptEncoder:
         return before, {ANSWER: message_text(last), **columns}
 
     def _make_text(self, prompt: _PromptRow, rendered: RenderedText | None) -> str:
-        """The text to tokenise. Args: rendered: the conversation; None = it is to be rendered here."""
+        """Returns the text to tokenise. Args: rendered: the conversation; None = it is to be rendered here."""
         number, source, _, row_options = prompt
         if self.is_plain(source):
             if self.system_prompt is not None:
@@ -426,7 +426,7 @@ class PromptEncoder:
 
 
 def _turn_options(messages: Sequence[Message], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The template's arguments for an open assistant's turn at the end. Args: options: of the row."""
+    """Returns the template's arguments for an open assistant's turn at the end. Args: options: of the row."""
     open_turn = messages[-1]["role"] == "assistant"
     return {**options, "add_generation_prompt": not open_turn, "continue_final_message": open_turn}
 

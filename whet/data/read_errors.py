@@ -35,7 +35,7 @@ def convert_read_errors(what: str, fix: str) -> Iterator[None]:
 
 
 def iterate_rows(rows: Iterable[Any], what: str, fix: str = "fix the source of the rows") -> Iterator[Any]:
-    """The rows, one by one; an error becomes a DataError with the row's number.
+    """Yields the rows, one by one; an error becomes a DataError with the row's number.
 
     Args: rows: any iterable. what: names the data, for the message. fix: the advice of the message.
 

@@ -31,7 +31,7 @@ TEST_SEED = 1_000_000_007
 
 
 def task_rows(source: str, split: str | None) -> list[dict[str, Any]]:
-    """The rows of a split.
+    """Returns the rows of a split.
 
     Args: source: "reasoning_gym:name?option=value&...". split: "train" or "test"; None = "test".
     Returns: dicts with prompt, answer, task and index.
@@ -64,7 +64,7 @@ def check_tasks(source: str) -> None:
 
 @functools.lru_cache(maxsize=16)
 def make_task(task: str) -> Any:
-    """The data set of reasoning-gym of a row's column `task`; its items are made when they are asked for."""
+    """Returns the data set of reasoning-gym of a row's column `task`; its items are made when they are asked for."""
     name, options = _parse(task)
     reasoning_gym = _reasoning_gym()
     try:
@@ -74,7 +74,7 @@ def make_task(task: str) -> Any:
 
 
 def _rows(source: str, more: int = 0) -> list[dict[str, Any]]:
-    """All rows of a source whose seed is raised by `more`."""
+    """Returns all rows of a source whose seed is raised by `more`."""
     name, options = _parse(source.removeprefix(PREFIX))
     options["seed"] += more
     task = f"{name}?{'&'.join(f'{key}={value}' for key, value in options.items())}"
@@ -86,7 +86,7 @@ def _rows(source: str, more: int = 0) -> list[dict[str, Any]]:
 
 
 def _parse(text: str) -> tuple[str, dict[str, Any]]:
-    """The name and the options of "name?option=value&..."; with a size and a seed."""
+    """Returns the name and the options of "name?option=value&..."; with a size and a seed."""
     from_library = _reasoning_gym().factory.DATASETS
     name, _, query = text.partition("?")
     if name not in from_library:
@@ -104,7 +104,7 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _reasoning_gym() -> Any:
-    """The package. Raises ConfigError where it is not installed."""
+    """Returns the package. Raises ConfigError where it is not installed."""
     try:
         import reasoning_gym  # pyright: ignore[reportMissingImports]
     except ImportError as error:

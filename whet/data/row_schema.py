@@ -54,7 +54,7 @@ EMPTY_PROMPT = (
 
 
 def find_column(row: Mapping[str, Any], names: Sequence[str], name: str | None, number: int, key: str) -> str | None:
-    """The column with a value: the configured one, or the first of the default names that exists.
+    """Returns the column with a value: the configured one, or the first of the default names that exists.
 
     Args: row: column -> value. names: the default names. name: the configured name, or None. number: the row number.
         key: the configuration field of the name, for the message.
@@ -74,7 +74,7 @@ def find_column(row: Mapping[str, Any], names: Sequence[str], name: str | None, 
 
 
 def read_text_or_messages(row: Mapping[str, Any], column: str, number: int) -> TextOrMessages:
-    """The text or the conversation in a column; a JSON list of messages is a conversation.
+    """Returns the text or the conversation in a column; a JSON list of messages is a conversation.
 
     Raises: DataError: the column holds neither.
 
@@ -101,7 +101,7 @@ def read_text_or_messages(row: Mapping[str, Any], column: str, number: int) -> T
 
 
 def read_messages(row: Mapping[str, Any], column: str, number: int) -> list[Message]:
-    """The conversation in a column. Raises DataError if the column holds something else."""
+    """Returns the conversation in a column. Raises DataError if the column holds something else."""
     value = read_text_or_messages(row, column, number)
     if isinstance(value, str):
         raise DataError(
@@ -114,7 +114,7 @@ def read_messages(row: Mapping[str, Any], column: str, number: int) -> list[Mess
 
 
 def template_options(row: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The template arguments of a row: its columns tools and chat_template_kwargs, as values or as JSON.
+    """Returns the template arguments of a row: its columns tools and chat_template_kwargs, as values or as JSON.
 
     Raises: DataError: a column has another type.
 
@@ -190,7 +190,7 @@ def normalize_message(message: Any, place: int, number: int) -> Message:
 
 
 def message_text(message: Message) -> str:
-    """The text of a message, its parts joined.
+    """Returns the text of a message, its parts joined.
 
     >>> message_text({"role": "user", "content": [{"type": "text", "text": "2+2"}, "="]})
     '2+2='
@@ -202,7 +202,7 @@ def message_text(message: Message) -> str:
 
 
 def has_text(messages: Iterable[Message]) -> bool:
-    """Whether any of the messages has text other than white space.
+    """Returns whether any of the messages has text other than white space.
 
     >>> has_text([{"role": "system", "content": ""}, {"role": "user", "content": " "}])
     False
@@ -240,7 +240,7 @@ def _convert_sharegpt(message: Any, place: int, number: int) -> Any:
 
 
 def _json_list(text: str) -> list[Any] | None:
-    """The list of messages in a JSON text; None = the text is not such a list."""
+    """Returns the list of messages in a JSON text; None = the text is not such a list."""
     if not text.lstrip().startswith("[") or not text.rstrip().endswith("]"):
         return None
     try:

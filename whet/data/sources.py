@@ -52,7 +52,7 @@ def load_rows(
     limit: int | None = None,
     is_part: bool = False,
 ) -> Any:
-    """The rows of a data set.
+    """Returns the rows of a data set.
 
     Args:
         source: a hub name, optionally with "@revision" (a branch, tag or commit); a folder, saved by save_to_disk or
@@ -100,7 +100,7 @@ def load_rows(
 
 
 def _is_source_list(source: Any) -> bool:
-    """Whether a source is a list of sources, and not of rows."""
+    """Returns whether a source is a list of sources, and not of rows."""
     first = next(iter(source), None) if isinstance(source, list | tuple) else None
     named = isinstance(first, Mapping) and "path" in first and set(first) <= set(SOURCE_KEYS)
     return named or isinstance(first, str | Path)
@@ -109,7 +109,7 @@ def _is_source_list(source: Any) -> bool:
 def _load_several(
     source: Sequence[Any], *, limit: int | None, streaming: bool, **defaults: Any
 ) -> MixedRows | MixedStream:
-    """The rows of a list of sources. Args: defaults: split and subset of sources that do not name them."""
+    """Returns the rows of a list of sources. Args: defaults: split and subset of sources that do not name them."""
     if limit is not None:
         raise ConfigError(
             f"limit {limit} applies to one data set; set it for each of the list: {{path: ..., limit: {limit}}}"
@@ -126,7 +126,7 @@ def _load_several(
 
 
 def _parse_split(text: str, split: str | None) -> tuple[str | None, str]:
-    """The split and the source of "split@source", RL2's form; a text that is an existing path is not split."""
+    """Returns the split and the source of "split@source", RL2's form; a text that is an existing path is not split."""
     named, at, source = text.partition("@")
     if not (at and source and re.fullmatch(r"[\w.-]+(\[[\w%:]+\])?", named)):
         return split, text
@@ -135,7 +135,7 @@ def _parse_split(text: str, split: str | None) -> tuple[str | None, str]:
 
 
 def _load_named(text: str, split: str | None, subset: str | None, streaming: bool, is_part: bool) -> Any:
-    """The rows of a file, a folder, a function, tasks of reasoning-gym or a hub name."""
+    """Returns the rows of a file, a folder, a function, tasks of reasoning-gym or a hub name."""
     if text.startswith(REASONING_GYM):
         return task_rows(text, split)
     if text.startswith(VERIFIERS):
@@ -169,7 +169,7 @@ def _is_glob(text: str) -> bool:
 
 
 def _expand_glob(text: str) -> list[Path]:
-    """The files of a glob, sorted by name. Raises DataError: there are none."""
+    """Returns the files of a glob, sorted by name. Raises DataError: there are none."""
     path = Path(text).expanduser()
     files = sorted(found for found in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if found.is_file())
     if not files:
@@ -190,7 +190,7 @@ def _is_url(text: str) -> bool:
 
 
 def _load_url(text: str, streaming: bool) -> Any:
-    """The rows of a data file at a URL. HTTP files are downloaded first; datasets reads other protocols."""
+    """Returns the rows of a data file at a URL. HTTP files are downloaded first; datasets reads other protocols."""
     import datasets
 
     suffix = file_format(Path(text.split("?")[0]))
@@ -244,7 +244,7 @@ def _no_splits_error(text: str, split: str | None) -> ConfigError:
 
 
 def have_same_rows(path: Sources, split: str | None, eval_path: Sources, eval_split: str | None) -> bool:
-    """Whether two sources have a split of a data set in common, judging by their names.
+    """Returns whether two sources have a split of a data set in common, judging by their names.
 
     >>> have_same_rows("a.jsonl", "train", "./a.jsonl", None), have_same_rows("a/b", "train", "a/b", "test")
     (True, False)
@@ -254,7 +254,7 @@ def have_same_rows(path: Sources, split: str | None, eval_path: Sources, eval_sp
 
 
 def _path_and_split(text: str, split: str | None) -> tuple[Path, str | None]:
-    """The path and the split of a data source; a file has no split."""
+    """Returns the path and the split of a data source; a file has no split."""
     split, text = _parse_split(text, split)
     place = Path(text).expanduser().resolve()
     return place, None if file_format(place) in FORMATS else split
@@ -288,7 +288,7 @@ def check_source(source: str, part: str | None = None) -> None:
 
 
 def _load_hub(name: str, split: str | None, subset: str | None, streaming: bool) -> Any:
-    """The rows of a hub data set."""
+    """Returns the rows of a hub data set."""
     import datasets
 
     name, revision = split_revision(name)
@@ -360,7 +360,7 @@ def _log_waiting(name: str) -> Iterator[None]:
 
 
 def _load_folder(path: Path, split: str | None, streaming: bool) -> Any:
-    """The rows of a folder: saved by datasets, or with data files of one format."""
+    """Returns the rows of a folder: saved by datasets, or with data files of one format."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         import datasets
 
@@ -387,12 +387,12 @@ def _load_folder(path: Path, split: str | None, streaming: bool) -> Any:
 
 
 def _names_split(path: Path, split: str) -> bool:
-    """Whether a file name contains the name of a split as a separate word."""
+    """Returns whether a file name contains the name of a split as a separate word."""
     return re.search(rf"(^|[-_.]){re.escape(split)}([-_.]|$)", path.stem) is not None
 
 
 def _load_files(paths: list[Path], streaming: bool) -> Any:
-    """The rows of data files of one format, one after the other."""
+    """Returns the rows of data files of one format, one after the other."""
     suffix = file_format(paths[0])
     if suffix not in FORMATS:
         raise DataError(f"{str(paths[0])!r} has an unknown format {suffix!r}; known: {', '.join(FORMATS)}")
@@ -400,7 +400,7 @@ def _load_files(paths: list[Path], streaming: bool) -> Any:
 
 
 def _select_split(rows: Any, split: str | None, source: Any) -> Any:
-    """One split of a DatasetDict or another mapping of splits; other rows are returned unchanged."""
+    """Returns one split of a DatasetDict or another mapping of splits; other rows are returned unchanged."""
     if not isinstance(rows, Mapping):
         return rows
     if split is None:
@@ -412,7 +412,7 @@ def _select_split(rows: Any, split: str | None, source: Any) -> Any:
 
 
 def _eval_split(names: Iterable[Any], source: Any) -> Any:
-    """The split to evaluate on if none was named. Raises DataError if there is not exactly one candidate."""
+    """Returns the split to evaluate on if none was named. Raises DataError if there is not exactly one candidate."""
     names = list(names)
     candidates = names if len(names) == 1 else [name for name in names if name in EVAL_SPLITS]
     if len(candidates) != 1:
@@ -425,7 +425,7 @@ def _eval_split(names: Iterable[Any], source: Any) -> Any:
 
 
 def _limit_rows(rows: Any, limit: int | None) -> Any:
-    """The first `limit` rows."""
+    """Returns the first `limit` rows."""
     if limit is None:
         return rows
     if _is_dataset(rows):
@@ -434,7 +434,7 @@ def _limit_rows(rows: Any, limit: int | None) -> Any:
 
 
 def _is_dataset(rows: Any) -> bool:
-    """Whether rows are a datasets.Dataset, without importing datasets."""
+    """Returns whether rows are a datasets.Dataset, without importing datasets."""
     import sys
 
     return "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset)
@@ -451,11 +451,11 @@ class _FirstRows:
 
 
 def _describe(source: Any) -> str:
-    """The name of a source in messages."""
+    """Returns the name of a source in messages."""
     return repr(str(source)) if isinstance(source, str | Path) else f"the {type(source).__name__} given"
 
 
 def _nearest_name(path: Path) -> str:
-    """The nearest name in the folder of a missing path."""
+    """Returns the nearest name in the folder of a missing path."""
     folder = path.expanduser().parent
     return nearest(path.name, [p.name for p in folder.iterdir()]) if folder.is_dir() else f"; no folder {folder}"

@@ -167,7 +167,7 @@ class RowEncoder:
         return examples
 
     def _render_row(self, row: Any, number: int) -> tuple[RowAnswers, list[list[TrainSequence | AnswerText]]]:
-        """The answers of a row, and the text of each sequence of each answer."""
+        """Returns the answers of a row, and the text of each sequence of each answer."""
         if not isinstance(row, Mapping):
             raise DataError(f"row {number} is {type(row).__name__}; a row is a mapping from column to value")
         check_no_images(row, number)
@@ -175,7 +175,7 @@ class RowEncoder:
         return read, [] if read.empty else [self._render_answer(a, options, number) for a in read.answers]
 
     def _make_example(self, read: RowAnswers, per_answer: list[list[TrainSequence]], number: int) -> Example | None:
-        """The Example of a row. Args: per_answer: the sequences of each answer."""
+        """Returns the Example of a row. Args: per_answer: the sequences of each answer."""
         per_answer = self._arrange(read, per_answer, number)
         sequences = [s for answer in per_answer for s in answer]
         if not sequences or not all(per_answer):
@@ -241,11 +241,13 @@ class RowEncoder:
     # ---- columns -------------------------------------------------------------------------------------------------
 
     def _column(self, row: Mapping[str, Any], names: Sequence[str], field_name: str, number: int) -> str | None:
-        """The column that a field of section data names, or the first of the default names; None = there is none."""
+        """Returns the column that a field of section data names, or the first of the default names; None = there is
+        none.
+        """
         return find_column(row, names, getattr(self.data, field_name), number, field_name)
 
     def _prompt(self, row: Mapping[str, Any], number: int) -> TextOrMessages | None:
-        """The prompt of a row with an answer: a text or a conversation; None = there is none."""
+        """Returns the prompt of a row with an answer: a text or a conversation; None = there is none."""
         only_messages = self.data.messages_column and not self.data.prompt_column
         if not only_messages and (column := self._column(row, PROMPTS, "prompt_column", number)):
             return read_text_or_messages(row, column, number)
@@ -271,13 +273,15 @@ class RowEncoder:
     def _arrange(
         self, read: RowAnswers, per_answer: list[list[TrainSequence]], number: int
     ) -> list[list[TrainSequence]]:
-        """The sequences of each answer as they are trained; for subclasses that compare the answers of a row."""
+        """Returns the sequences of each answer as they are trained; for subclasses that compare the answers of
+        a row.
+        """
         return per_answer
 
     def _render_answer(
         self, answer: Answer, options: Mapping[str, Any], number: int
     ) -> list[TrainSequence | AnswerText]:
-        """The text of each sequence of an answer, or the sequence itself if the row has token ids."""
+        """Returns the text of each sequence of an answer, or the sequence itself if the row has token ids."""
         prompt, response = answer.prompt, answer.response
         if self._is_plain(answer):
             return self._plain_text(prompt, response, number)  # pyright: ignore[reportArgumentType]
@@ -318,12 +322,14 @@ class RowEncoder:
             log.warning(EMPTY_PROMPT, number)
 
     def _is_plain(self, answer: Answer) -> bool:
-        """Whether an answer and its prompt are texts that are tokenised without a chat template."""
+        """Returns whether an answer and its prompt are texts that are tokenised without a chat template."""
         are_texts = isinstance(answer.response, str) and (answer.prompt is None or isinstance(answer.prompt, str))
         return are_texts and not (self.data.apply_chat_template and answer.prompt is not None)
 
     def conversation(self, row: Mapping[str, Any], number: int) -> list[Message] | None:
-        """The messages of a row with its first answer, without data.system_prompt; None = the row is plain text."""
+        """Returns the messages of a row with its first answer, without data.system_prompt; None = the row is plain
+        text.
+        """
         answer = self._read(row, number).answers[0]
         return (
             None
@@ -349,7 +355,7 @@ class RowEncoder:
         return next((r.changed for r in renderings if r.changed), "")
 
     def _plain_text(self, prompt: str | None, response: str, number: int) -> list[TrainSequence | AnswerText]:
-        """A plain text, if it has something to train."""
+        """Returns a plain text, if it has something to train."""
         if self.data.system_prompt:
             raise ConfigError(
                 f"row {number} is plain text, which has no system turn; set apply_chat_template=true for "
@@ -362,7 +368,7 @@ class RowEncoder:
         return [AnswerText([response] if prompt is None else [prompt, response])]
 
     def _make_sequence(self, text: AnswerText, ids: list[list[int]], lead: list[int], number: int) -> TrainSequence:
-        """The sequence of a text.
+        """Returns the sequence of a text.
 
         Args: ids: of `tokenize_parts`. lead: special tokens before a plain text, which also gets an eos at its end.
         """
@@ -438,20 +444,22 @@ class SFTEncoder(RowEncoder):
 
 
 def _messages(content: TextOrMessages | None, role: str) -> list[Message]:
-    """The messages of a conversation; a text becomes one turn with this role."""
+    """Returns the messages of a conversation; a text becomes one turn with this role."""
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     return content or []
 
 
 def _equal(sequences: Sequence[TrainSequence]) -> bool:
-    """Whether two sequences have the same tokens."""
+    """Returns whether two sequences have the same tokens."""
     a, b = (np.concatenate([s.prefix, s.tokens]) for s in sequences) if len(sequences) == 2 else ([0], [1])
     return np.array_equal(a, b)
 
 
 def starts_with_prompt(conversation: list[Message], prompt: TextOrMessages) -> bool:
-    """Whether a conversation starts with a prompt: with its messages, or with its text as the first user turn."""
+    """Returns whether a conversation starts with a prompt: with its messages, or with its text as the first
+    user turn.
+    """
     if isinstance(prompt, list):
         return conversation[: len(prompt)] == prompt
     start = conversation[0]["role"] == "system"
@@ -461,7 +469,9 @@ def starts_with_prompt(conversation: list[Message], prompt: TextOrMessages) -> b
 
 
 def make_answer(prompt: TextOrMessages | None, response: TextOrMessages) -> Answer:
-    """An answer to a prompt; a conversation that already starts with the prompt is not given the prompt again."""
+    """Returns an answer to a prompt; a conversation that already starts with the prompt is not given the prompt
+    again.
+    """
     if prompt is None or isinstance(response, str) or not starts_with_prompt(response, prompt):
         return Answer(prompt, response)
     first = len(prompt) if isinstance(prompt, list) else 1 + (response[0]["role"] == "system")
@@ -469,7 +479,7 @@ def make_answer(prompt: TextOrMessages | None, response: TextOrMessages) -> Answ
 
 
 def _repeats_text(answer: Answer) -> bool:
-    """Whether the text of an answer starts with the text of its prompt."""
+    """Returns whether the text of an answer starts with the text of its prompt."""
     prompt, response = answer.prompt, answer.response
     return (
         isinstance(prompt, str) and isinstance(response, str) and bool(prompt.strip()) and response.startswith(prompt)

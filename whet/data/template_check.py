@@ -51,7 +51,9 @@ class _StandIns:
         """The stand-ins that a template may write as JSON: those in tool calls and tool answers."""
 
     def of_text(self, text: str, json_too: bool) -> str:
-        """A text with stand-ins: one for each part between tags, including white space at the ends of the text."""
+        """Returns a text with stand-ins: one for each part between tags, including white space at the ends of
+        the text.
+        """
         parts = TAG.split(text)
         last = len(parts) - 1
         for place in range(0, last + 1, 2):
@@ -73,7 +75,7 @@ class _StandIns:
         return f"\ue000{len(self.texts) - 1}\ue001"
 
     def message(self, message: Message) -> Message:
-        """The next message, with stand-ins."""
+        """Returns the next message, with stand-ins."""
         self.place += 1
         replaced = dict(message)
         tool = message["role"] in ("tool", "ipython", "function")
@@ -93,7 +95,7 @@ class _StandIns:
         return {k: self.of_text(v, tool) if k == "text" and isinstance(v, str) else v for k, v in part.items()}
 
     def _call(self, call: Any) -> Any:
-        """A call with stand-ins for the function's name and the texts of its arguments."""
+        """Returns a call with stand-ins for the function's name and the texts of its arguments."""
         if not isinstance(call, Mapping):
             return call
         if isinstance(call.get("function"), Mapping):
@@ -108,7 +110,7 @@ class _StandIns:
         return [self._leaves(v) for v in value] if isinstance(value, list | tuple) else value
 
     def shows(self, with_stand_ins: str, text: str) -> bool:
-        """Whether `text` results from replacing the stand-ins with their texts."""
+        """Returns whether `text` results from replacing the stand-ins with their texts."""
         if STAND_IN.sub(lambda match: self.texts[int(match[1])], with_stand_ins) == text:
             return True
         parts = STAND_IN.split(with_stand_ins)
@@ -116,7 +118,7 @@ class _StandIns:
         return bool(self.escaped) and re.fullmatch("".join(pattern), text) is not None
 
     def either(self, number: int) -> str:
-        """A regular expression for every form in which a template may write the text of a stand-in."""
+        """Returns a regular expression for every form in which a template may write the text of a stand-in."""
         text = self.texts[number]
         forms = [text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]]
         accepted = dict.fromkeys(forms if number in self.escaped else forms[:1])
@@ -162,8 +164,8 @@ def find_changed_text(
 def _shows_plain_texts(
     template: ChatTemplate, messages: Sequence[Message], shown: Sequence[RenderedText], row: int
 ) -> bool:
-    """Whether each output is the template's of stand-ins with the texts put in, found quickly for messages that have
-    only a role and a text without tags: the output of the stand-ins then depends on the roles alone.
+    """Tells whether each output is that of the stand-ins with the texts put in, quickly for messages that have only
+    a role and a text without tags: the output of the stand-ins then depends on the roles alone.
 
     Returns: False also says that a closer look is needed.
     """
@@ -189,7 +191,7 @@ def _shows_plain_texts(
 
 
 def _texts_with_stand_ins(message: Message) -> list[str]:
-    """All texts of a message that contain a stand-in."""
+    """Returns all texts of a message that contain a stand-in."""
     texts: list[str] = []
 
     def walk(value: Any) -> None:
@@ -208,7 +210,7 @@ def _texts_with_stand_ins(message: Message) -> list[str]:
 
 
 def _shows_all_texts(template: ChatTemplate, messages: Sequence[Message], shown: RenderedText, row: int) -> bool:
-    """Whether the output shows all texts, for templates that write something else around other texts.
+    """Returns whether the output shows all texts, for templates that write something else around other texts.
 
     White space at the ends of a text counts where it changes the output.
     """
@@ -240,7 +242,7 @@ def _first_change(messages: Sequence[Message], stand_ins: _StandIns, with_stand_
 
 
 def _text_after(messages: Sequence[Message], place: int, text: str) -> str:
-    """The rest of the output after the message before `place`."""
+    """Returns the rest of the output after the message before `place`."""
     before = messages[place - 1].get("content") if place else None
     at = text.find(before) if isinstance(before, str) else -1
     return text[at + len(str(before)) :] if at >= 0 else text
@@ -252,7 +254,7 @@ def _describe_difference(place: int, role: str, text: str, shown: str) -> str:
 
 
 def _excerpt(text: str, other: str) -> str:
-    """The part of a text where it begins to differ from another."""
+    """Returns the part of a text where it begins to differ from another."""
     if len(text) <= MAX_SHOWN:
         return text
     same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
@@ -273,7 +275,7 @@ def _check_no_python_notation(messages: Sequence[Message], shown: RenderedText, 
 
 
 def _nodes(value: Any) -> list[Any]:
-    """The non-empty lists and mappings in a value, outer ones first."""
+    """Returns the non-empty lists and mappings in a value, outer ones first."""
     if isinstance(value, Mapping):
         return [dict(value), *(n for inner in value.values() for n in _nodes(inner))] if value else []
     if isinstance(value, list | tuple):

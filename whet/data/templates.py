@@ -113,7 +113,7 @@ class ChatTemplate:
         return self._apply(messages, row, {"tokenize": False, "add_generation_prompt": asks, **options})
 
     def texts(self, conversations: Sequence[Sequence[Message]], options: Sequence[Mapping[str, Any]]) -> list[str]:
-        """`text` of several conversations: one call of the tokenizer for neighbours with the same options.
+        """Renders several conversations: one call of the tokenizer for neighbours with the same options.
 
         Args: conversations: each has at least one message. options: of each conversation; see `text`.
         Raises: Exception: a conversation can't be rendered; `text` says which and why.
@@ -151,14 +151,14 @@ class ChatTemplate:
         return thinking if turn.startswith(thinking) else text
 
     def opening(self, turn: Message, row: int = 0, **options: Any) -> str:
-        """The text before the assistant's content if its turn is the first message. Templates can't render a header
-        without messages, so this is the common prefix of two different first turns.
+        """Returns the text before the assistant's content if its turn is the first message. Templates can't render a
+        header without messages, so this is the common prefix of two different first turns.
         """
         turns = ({"role": turn["role"], "content": letter} for letter in "\ue002\ue003")
         return common_prefix(*(self.text([first], row=row, **options) for first in turns))
 
     def marked(self, messages: Sequence[Message], row: int = 0, **options: Any) -> tuple[list[int], list[bool]]:
-        """The ids of the messages, and whether {% generation %} marks each."""
+        """Returns the ids of the messages, and whether {% generation %} marks each."""
         arguments = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, **options}
         encoded = self._apply(messages, row, arguments)
         return list(encoded["input_ids"]), [bool(bit) for bit in encoded["assistant_masks"]]
@@ -182,7 +182,7 @@ class ChatTemplate:
             ) from error
 
     def _call(self, messages: Any, overrides: Mapping[str, Any]) -> Any:
-        """apply_chat_template of a conversation, or of a list of them, within the time limit."""
+        """Calls apply_chat_template for a conversation, or for a list of them, within the time limit."""
         arguments = {**self.options, **overrides}
         if (day := arguments.pop(DAY, None)) is not None:
             arguments["chat_template"] = _set_date(arguments.get("chat_template", self.tokenizer.chat_template), day)
@@ -191,7 +191,8 @@ class ChatTemplate:
 
 
 def _set_date(template: str, day: str) -> str:
-    """A template that writes this day instead of today. transformers does not let templates call other functions.
+    """Returns a template that writes this day instead of today. transformers does not let templates call other
+    functions.
 
     >>> _set_date("{{ strftime_now('%d %b %Y') }}", "2026-11-23")
     "{{ '23 Nov 2026' }}"
@@ -200,14 +201,15 @@ def _set_date(template: str, day: str) -> str:
 
 
 def _describe_cause(messages: Sequence[Message]) -> str:
-    """The part of a conversation that templates reject most often."""
+    """Returns the part of a conversation that templates reject most often."""
     if any(isinstance(m.get("content"), list | tuple) for m in messages):
         return "the content from a list of parts to its text"
     return "the row (or data.system_prompt)" if messages[0]["role"] == "system" else "the row"
 
 
 def uses_chat_template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> bool:
-    """Whether apply_chat_template=auto renders plain text: if the tokenizer or the arguments have a chat template.
+    """Returns whether apply_chat_template=auto renders plain text: if the tokenizer or the arguments have a chat
+    template.
 
     >>> from whet.data.tokenizer import byte_tokenizer
     >>> uses_chat_template(byte_tokenizer())
@@ -217,12 +219,12 @@ def uses_chat_template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str,
 
 
 def writes_date(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> bool:
-    """Whether a chat template writes the date, so that prompts change daily, as for Llama 3.2 and gpt-oss."""
+    """Returns whether a chat template writes the date, so that prompts change daily, as for Llama 3.2 and gpt-oss."""
     return _DATE_CALL.search(str((options or {}).get("chat_template", tokenizer.chat_template))) is not None
 
 
 def common_prefix(a: str, b: str) -> str:
-    """The common prefix of two texts.
+    """Returns the common prefix of two texts.
 
     >>> common_prefix("now", "never")
     'n'

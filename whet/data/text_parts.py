@@ -30,7 +30,7 @@ def tokenize_parts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[
 def align_parts(
     tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], ids: Sequence[list[int]], row: int = 0
 ) -> list[list[int]]:
-    """The ids of each part of a text, so that no token spans two; together they are the ids of the full text.
+    """Returns the ids of each part of a text, so that no token spans two; together they are the ids of the full text.
 
     If a token of the full text would span two parts, the parts are tokenised separately, without the space that some
     tokenizers put before every text.
@@ -63,7 +63,7 @@ def align_parts(
 
 
 def leading_special_ids(with_special: Sequence[int], plain: Sequence[int]) -> list[int]:
-    """The special tokens that a tokenizer puts before a text, e.g. bos.
+    """Returns the special tokens that a tokenizer puts before a text, e.g. bos.
 
     Args: with_special: ids of the text with special tokens. plain: ids without.
 
@@ -77,7 +77,7 @@ def leading_special_ids(with_special: Sequence[int], plain: Sequence[int]) -> li
 
 
 def _encode_after_newline(tokenizer: PreTrainedTokenizerBase, part: str) -> list[int]:
-    """The ids of a part after a line feed, where tokenizers add no space."""
+    """Returns the ids of a part after a line feed, where tokenizers add no space."""
     before, both = _encode(tokenizer, ["\n", "\n" + part])
     return both[len(before) :] if both[: len(before)] == before else both
 
@@ -87,5 +87,5 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
 
 
 def decode_ids(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
-    """The text of token ids, with special tokens."""
+    """Returns the text of token ids, with special tokens."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

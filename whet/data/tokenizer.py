@@ -28,7 +28,7 @@ BYTE_CHAT_TEMPLATE = (
 
 
 def load_tokenizer(source: Any, **kwargs: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, a hub name or an object.
+    """Returns the tokenizer of a folder, a hub name or an object.
 
     Args: source: a folder (of a model, a finished run, or a checkpoint) or a hub name, "byte" for byte_tokenizer(), a
         tokenizer (returned as it is), or a processor (its tokenizer is returned). kwargs: to
@@ -86,7 +86,7 @@ def _raise_known_cause(source: str, folder: Path) -> None:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """A tokenizer of bytes: id = byte value, <|im_end|> (stop) 256, <|pad|> 257, <|im_start|> 258; len 259.
+    """Returns a tokenizer of bytes: id = byte value, <|im_end|> (stop) 256, <|pad|> 257, <|im_start|> 258; len 259.
 
     It has a chat template, needs no files, and survives save_pretrained and AutoTokenizer.
 
@@ -112,7 +112,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: Any) -> list[list[int]]:
-    """The token ids of several texts.
+    """Encodes several texts.
 
     A tokenizer of the Rust library writes no offsets for them, which takes a quarter of the time off; the first text
     goes through transformers, which sets the options.
@@ -155,7 +155,7 @@ def check_same_ids(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBa
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, model_config: Any = None, generation_config: Any = None
 ) -> tuple[int, ...]:
-    """Every id that ends a completion: the tokenizer's, the generation config's and the model config's.
+    """Returns every id that ends a completion: the tokenizer's, the generation config's and the model config's.
 
     Args: model_config, generation_config: transformers configs or mappings; their eos_token_id may be an int or a list.
         For a multimodal config its text config is read. Ids outside the model's vocabulary are left out, because the
@@ -176,7 +176,7 @@ def stop_token_ids(
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int] = ()) -> int:
-    """The padding id: the tokenizer's pad token, else its eos, else a stop id, else 0.
+    """Returns the padding id: the tokenizer's pad token, else its eos, else a stop id, else 0.
 
     Any id works, because masks are made from lengths and never from this id.
 
@@ -191,13 +191,13 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int] = (
 
 
 def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether its vocabulary has only special tokens, as transformers makes it if there are no files."""
+    """Returns whether its vocabulary has only special tokens, as transformers makes it if there are no files."""
     is_small = len(tokenizer) < 1000  # a large vocabulary need not be searched
     return is_small and len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) < 2  # some keep a space
 
 
 def _field(config: Any, name: str) -> Any:
-    """A field of a transformers config, of its text config, or of a mapping; None = there is no such field."""
+    """Returns a field of a transformers config, of its text config, or of a mapping; None = there is no such field."""
     if config is None:
         return None
     if isinstance(config, Mapping):
@@ -210,7 +210,7 @@ def _field(config: Any, name: str) -> Any:
 
 
 def _byte_chars() -> list[str]:
-    """The printable character that byte-level BPE uses for each byte, in the order of the bytes.
+    """Returns the printable character that byte-level BPE uses for each byte, in the order of the bytes.
 
     Printable Latin-1 characters stand for themselves, the other 68 bytes for the characters from 256 up.
     """

@@ -26,7 +26,7 @@ PREFIX = "verifiers:"
 
 
 def taskset_rows(source: str, split: str | None) -> list[dict[str, Any]]:
-    """The rows of a split.
+    """Returns the rows of a split.
 
     Args: source: "verifiers:name?option=value&...". split: the value of the taskset's own option `split`, unless the
         source sets it. A taskset without that option has only "train". None = the taskset's default.
@@ -53,7 +53,7 @@ def check_taskset(source: str) -> None:
 
 @functools.lru_cache(maxsize=16)
 def load_tasks(task: str) -> list[Any]:
-    """The tasks that a row's column `task` names, each checked to need one answer only."""
+    """Returns the tasks that a row's column `task` names, each checked to need one answer only."""
     config_class, options, _ = _parse(task)
     from verifiers.v1.utils.loaders import environment_class, load_taskset  # pyright: ignore[reportMissingImports]
 
@@ -110,7 +110,7 @@ def _check_one_answer(source: str, taskset: Any, task: Any) -> None:
 
 
 def _messages(task: Any) -> list[dict[str, Any]]:
-    """The conversation that a task begins with."""
+    """Returns the conversation that a task begins with."""
     data = task.data
     system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
     if isinstance(data.prompt, str):
@@ -146,7 +146,7 @@ def _parse(text: str) -> tuple[type[Any], dict[str, Any], list[str]]:
 
 
 def _nested(options: dict[str, Any]) -> dict[str, Any]:
-    """Options with dots in their names as mappings in mappings: {"task.x": 1} -> {"task": {"x": 1}}."""
+    """Returns options with dots in their names as mappings in mappings: {"task.x": 1} -> {"task": {"x": 1}}."""
     tree: dict[str, Any] = {}
     for key, value in options.items():
         *parents, last = key.split(".")

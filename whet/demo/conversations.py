@@ -54,7 +54,7 @@ def conversation_model(
 
 
 def _model(seed: int) -> Any:
-    """A random Qwen3 over bytes."""
+    """Returns a random Qwen3 over bytes."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

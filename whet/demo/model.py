@@ -12,7 +12,7 @@ WEIGHTS = Path(__file__).with_name("sft_model.safetensors")
 
 
 def small_model(seed: int) -> Any:
-    """A random Qwen3 of 0.7 M parameters over bytes."""
+    """Returns a random Qwen3 of 0.7 M parameters over bytes."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -34,7 +34,7 @@ Expression = tuple[tuple[int, ...], tuple[str, ...]]
 
 
 def apply_operation(expression: Expression, i: int) -> Expression:
-    """The expression after its i-th operation.
+    """Returns the expression after its i-th operation.
 
     >>> apply_operation(((2, 3, 4), ("+", "*")), 1)
     ((2, 12), ('+',))
@@ -45,13 +45,13 @@ def apply_operation(expression: Expression, i: int) -> Expression:
 
 
 def format_expression(expression: Expression) -> str:
-    """The expression as text."""
+    """Returns the expression as text."""
     numbers, operations = expression
     return str(numbers[0]) + "".join(f"{o}{n}" for o, n in zip(operations, numbers[1:], strict=True))
 
 
 def parse_expression(text: str) -> Expression:
-    """The expression of a text.
+    """Returns the expression of a text.
 
     >>> parse_expression("2*2+4*3=")
     ((2, 2, 4, 3), ('*', '+', '*'))
@@ -60,7 +60,7 @@ def parse_expression(text: str) -> Expression:
 
 
 def value(expression: Expression) -> int:
-    """The value of the expression: products first, then from the left."""
+    """Returns the value of the expression: products first, then from the left."""
     while expression[1]:
         products = [i for i, o in enumerate(expression[1]) if o == "*"]
         expression = apply_operation(expression, products[0] if products else 0)
@@ -69,7 +69,7 @@ def value(expression: Expression) -> int:
 
 @functools.cache
 def _results(expression: Expression) -> tuple[int, ...] | None:
-    """The results of all orders; None if one of them leaves 0..LARGEST_NUMBER."""
+    """Returns the results of all orders; None if one of them leaves 0..LARGEST_NUMBER."""
     numbers, operations = expression
     if min(numbers) < 0 or max(numbers) > LARGEST_NUMBER:
         return None
@@ -81,7 +81,7 @@ def _results(expression: Expression) -> tuple[int, ...] | None:
 
 @functools.cache
 def _rows() -> list[dict[str, Any]]:
-    """Every prompt of the task with its answer, in one shuffled order."""
+    """Returns every prompt of the task with its answer, in one shuffled order."""
     rows = []
     for operations in itertools.product("+-*", repeat=3):
         for numbers in itertools.product(range(1, 10), repeat=4):
@@ -100,7 +100,7 @@ def _rows() -> list[dict[str, Any]]:
 
 
 def heldout_rows() -> list[dict[str, Any]]:
-    """The prompts that no training uses, not even that of the starting model."""
+    """Returns the prompts that no training uses, not even that of the starting model."""
     return _rows()[:HELD_OUT]
 
 
@@ -110,12 +110,12 @@ def validation_rows() -> list[dict[str, Any]]:
 
 
 def train_rows() -> list[dict[str, Any]]:
-    """The prompts of the demonstrations and of GRPO."""
+    """Returns the prompts of the demonstrations and of GRPO."""
     return _rows()[HELD_OUT + VALIDATION :]
 
 
 def demonstration(prompt: str, rng: random.Random) -> str:
-    """A demonstration for the starting model: right steps in a random order.
+    """Returns a demonstration for the starting model: right steps in a random order.
 
     >>> demonstration("1+2+3+4=", random.Random(0))
     '1+5+4=1+9=10'
@@ -138,7 +138,7 @@ def reward(prompts: list[str], completions: list[str], answer: list[int], **_: A
 
 
 def valid_steps(prompt: str, completion: str) -> bool:
-    """Whether each step is right arithmetic, in any order."""
+    """Returns whether each step is right arithmetic, in any order."""
     expression = parse_expression(prompt)
     for step in completion.split("="):
         following = [apply_operation(expression, i) for i in range(len(expression[1]))]
@@ -150,7 +150,7 @@ def valid_steps(prompt: str, completion: str) -> bool:
 
 
 def right_steps(prompt: str) -> str:
-    """The completion to be learned: products first, then from the left.
+    """Returns the completion to be learned: products first, then from the left.
 
     >>> right_steps("2*2+4*3=")
     '4+4*3=4+12=16'
@@ -187,7 +187,7 @@ def heldout_preferences() -> list[dict[str, Any]]:
 
 
 def _pair(row: dict[str, Any]) -> dict[str, Any] | None:
-    """The right completion and a demonstration with another result; None if ten tries found none."""
+    """Returns the right completion and a demonstration with another result; None if ten tries found none."""
     rng, chosen = random.Random(row["prompt"]), right_steps(row["prompt"])
     for _ in range(10):
         rejected = demonstration(row["prompt"], rng)

@@ -17,7 +17,7 @@ AGENT_REWARD = "agent"
 
 
 def load_agent(source: Any) -> Callable[..., Any]:
-    """The agent that rollout.agent names.
+    """Returns the agent that rollout.agent names.
 
     Args: source: "file.py:function", "package.module:function", or the function itself.
     Raises: ConfigError: it can't be found, is a generator, or is not called with (base_url, api_key,

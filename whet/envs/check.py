@@ -64,7 +64,7 @@ class _Played:
 
 
 def find_name_clashes(tools: Sequence[Any]) -> list[str]:
-    """The problems with the names of tools, by which the model calls them.
+    """Returns the problems with the names of tools, by which the model calls them.
 
     >>> named = lambda name: {"type": "function", "function": {"name": name}}
     >>> find_name_clashes([named("add"), named("Add"), named("sub")])
@@ -130,7 +130,7 @@ def _agents(talk: Conversation, gold: str, prompt: Prompt) -> Iterator[tuple[str
 
 
 def _call_text(talk: Conversation) -> str:
-    """A turn that calls every tool, as the template writes it; "" = the template takes one call a turn only."""
+    """Returns a turn that calls every tool, as the template writes it; "" = the template takes one call a turn only."""
     assert talk.script.environment is not None
     calls = [{"type": "function", "function": {"name": n, "arguments": {}}} for n in talk.script.environment.tool_names]
     user = {"role": "user", "content": "hi"}
@@ -179,7 +179,7 @@ def _run_episode(talk: Conversation, calls: ExternalCalls, prompt: Prompt, name:
 
 
 def _whole(tokenizer: Any, ids: np.ndarray) -> np.ndarray:
-    """The ids of the same text, encoded as a whole."""
+    """Returns the ids of the same text, encoded as a whole."""
     text = tokenizer.decode([int(i) for i in ids], clean_up_tokenization_spaces=False)
     return np.asarray(tokenizer(text, add_special_tokens=False, verbose=False).input_ids, np.int32)
 
@@ -188,7 +188,7 @@ def _whole(tokenizer: Any, ids: np.ndarray) -> np.ndarray:
 
 
 def _describe(played: Sequence[_Played]) -> Iterator[str]:
-    """A line for each agent: its turns, and its rewards in the rows."""
+    """Yields a line for each agent: its turns, and its rewards in the rows."""
     for agent in dict.fromkeys(p.agent for p in played):
         of = [p for p in played if p.agent == agent]
         turns = [p.completions[0].info["turns"] for p in of if p.completions]

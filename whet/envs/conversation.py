@@ -92,7 +92,7 @@ class Conversation:
         max_length: int | None,
         failures: EpisodeFailures,
     ) -> Conversation:
-        """The episodes of a configuration. Args: as in the class."""
+        """Returns the episodes of a configuration. Args: as in the class."""
         return cls(
             load_script(config.env_path, turns=config.max_turns),
             encode,
@@ -194,7 +194,7 @@ class Conversation:
         reason: FinishReason,
         info: Mapping[str, Any],
     ) -> list[Completion]:
-        """The sequences to train on. Args: reason, info: how the episode ended."""
+        """Returns the sequences to train on. Args: reason, info: how the episode ended."""
         facts: dict[str, Any] = {**info, "turns": transcript.turns}
         if episode.attempts > 1:
             facts["attempts"] = episode.attempts
@@ -223,7 +223,7 @@ class Conversation:
     def _respond(
         self, instance: EnvironmentInstance | None, transcript: ChatTranscript, ask: Callable[..., Call]
     ) -> Generator[ExternalCall, Any, list[Message]]:
-        """The environment's messages. Raises RewardError: it raised, was late, or returned something else."""
+        """Returns the environment's messages. Raises RewardError: it raised, was late, or returned something else."""
         if instance is not None:
             name = f"step of {self.script.name}"
             answer = yield from ask("respond", instance.respond(transcript.messages[-1]))

@@ -52,7 +52,7 @@ Call = Generator[ExternalCall, Any, Any]
 
 
 def method_names(kind: type) -> list[str]:
-    """The public methods of a class, sorted.
+    """Returns the public methods of a class, sorted.
 
     >>> class Door:
     ...     def knock(self): ...
@@ -171,7 +171,7 @@ class EnvironmentInstance:
         return [] if answer is None or getattr(self._instance, "done", False) else answer
 
     def get_reward(self, method: str = "get_reward") -> Generator[ExternalCall, Any, float]:
-        """The reward of the episode, or by get_turn_reward that of its last turn; NaN = not applicable.
+        """Returns the reward of the episode, or by get_turn_reward that of its last turn; NaN = not applicable.
 
         Raises: RewardError: it is no finite number.
         """
@@ -204,7 +204,7 @@ def _close(close: Callable[[], Any], name: str) -> None:
 
 
 def with_observation(prompt: Prompt, observation: Any, encode: PromptEncoder, name: str) -> Prompt:
-    """A prompt with what `reset` returned: a text continues the last message, messages follow it.
+    """Returns a prompt with what `reset` returned: a text continues the last message, messages follow it.
 
     Args: observation: a text, messages or None. encode: of the prompt. name: of the method, for messages.
     Raises: DataError: it is something else, or the prompt is too long with it.

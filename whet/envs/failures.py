@@ -54,7 +54,7 @@ class _RetryError(Exception):
 
 
 def classify(error: BaseException) -> tuple[Status, Owner]:
-    """How an episode ended by an error, and whose failure that is.
+    """Returns how an episode ended by an error, and whose failure that is.
 
     The infrastructure's are InfrastructureError, errors of connections and time limits of the user's own clients,
     exhausted resources of the machine, and errors that one of these has caused. A time limit of whet that has passed is
@@ -74,7 +74,7 @@ def classify(error: BaseException) -> tuple[Status, Owner]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and the errors that caused it."""
+    """Yields an error, and the errors that caused it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -171,7 +171,7 @@ class EpisodeFailures:
 
 
 def _an_episode() -> Episode:
-    """An episode of row 3, for the example."""
+    """Returns an episode of row 3, for the example."""
     import numpy as np
 
     from whet.rollout.base import Sampling

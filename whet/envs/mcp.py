@@ -70,7 +70,10 @@ class McpServer:
             raise ConfigError(f"the MCP server `{self.name}` did not start: {reason}; try it in a shell") from error
 
     async def _run(self, started: Future[list[Tool]]) -> None:
-        """The session's life, in one task, as the client requires. Args: started: receives the tools."""
+        """Opens the session, serves it and closes it in one task, as the client requires.
+
+        Args: started: receives the tools.
+        """
         from mcp import ClientSession
         from mcp.client.stdio import stdio_client
         from mcp.types import PaginatedRequestParams
@@ -105,7 +108,7 @@ class McpServer:
         return Tool({"type": "function", "function": schema}, call)
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text of a call's answer. Raises RuntimeError: the server reports an error."""
+        """Returns the text of a call's answer. Raises RuntimeError: the server reports an error."""
         result = await asyncio.wait_for(self._session.call_tool(name, dict(arguments)), self.timeout_s)
         texts = [getattr(part, "text", f"[{part.type}]") for part in result.content]
         text = "\n".join(texts)

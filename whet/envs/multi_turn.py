@@ -99,7 +99,9 @@ def run_turns(
 
 
 def stand_in(episode: Episode, info: Mapping[str, Any], reason: FinishReason) -> Completion:
-    """The completion of an episode without a turn of the model: one token that was not sampled, so none is trained."""
+    """Returns the completion of an episode without a turn of the model: one token that was not sampled, so none is
+    trained.
+    """
     return Completion(
         tokens=episode.prompt.tokens[-1:].astype(np.int32),
         logprobs=np.zeros(1, np.float32),

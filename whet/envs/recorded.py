@@ -53,7 +53,7 @@ class Tape:
     """The next call of a record."""
 
     def next(self, name: str, context: np.ndarray) -> Any:
-        """The recorded answer. Args: name: of the call. context: int [P], all ids before it.
+        """Returns the recorded answer. Args: name: of the call. context: int [P], all ids before it.
 
         Raises: DivergedError: the record has another call there.
         """
@@ -75,7 +75,9 @@ class Tape:
         self.calls.append([name, _digest(context), answer])
 
     def ask(self, name: str, context: np.ndarray, calls: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        """The recorded answer, or that of the environment, which is recorded. Args: calls: ask the environment."""
+        """Returns the recorded answer, or that of the environment, which is recorded. Args: calls: ask the
+        environment.
+        """
         if self.replays:
             calls.close()
             return self.next(name, context)
@@ -95,7 +97,7 @@ class RecordedAnswers:
         self._steps: dict[tuple[int, int], dict[str, Tape]] = {}
 
     def find(self, episode: Episode) -> Tape | None:
-        """The record of an episode; None = it has none."""
+        """Returns the record of an episode; None = it has none."""
         at = episode.rng_key[:2]
         if at not in self._steps:
             self._steps = {at: self._read(*at)}  # a run goes through its steps in order
@@ -109,7 +111,7 @@ class RecordedAnswers:
             file.write(f"{line}\n")
 
     def _read(self, seed: int, step: int) -> dict[str, Tape]:
-        """The records of a step by key; of several the newest."""
+        """Returns the records of a step by key; of several the newest."""
         paths = sorted(self.folder.glob(f"{seed}-{step:06d}-*.jsonl"), key=lambda path: path.stat().st_mtime)
         tapes: dict[str, Tape] = {}
         for line in (line for path in paths for line in path.read_text().splitlines()):
@@ -122,7 +124,7 @@ class RecordedAnswers:
 
 
 def _key(episode: Episode) -> str:
-    """The place of an episode in its step, with a digest of its prompt."""
+    """Returns the place of an episode in its step, with a digest of its prompt."""
     return f"{episode.rng_key[2]}_{episode.generation}_{_digest(episode.prompt.tokens)}"
 
 

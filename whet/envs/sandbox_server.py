@@ -53,7 +53,7 @@ _POLL_S = 0.02
 
 
 def missing_protection() -> str | None:
-    """Why this machine can't confine a program; None if it can."""
+    """Returns why this machine can't confine a program; None if it can."""
     if (platform.system(), platform.machine()) != MACHINE:
         return (
             f"programs are confined on {' '.join(MACHINE)} alone, and this is {platform.system()} {platform.machine()}"
@@ -125,7 +125,7 @@ def _filter(libc: ctypes.CDLL) -> None:
     step = lambda code, value, yes=0, no=0: struct.pack("HBBI", code, yes, no, value)
 
     def case(call: int, *tests: bytes) -> list[bytes]:
-        """A call that is allowed where the tests fall through; each jumps to the refusal by its `no`."""
+        """Returns a call that is allowed where the tests fall through; each jumps to the refusal by its `no`."""
         body = [*tests, step(back, allow), step(back, eperm)]
         return [step(equal, call, 0, len(body)), *body]
 
@@ -211,7 +211,7 @@ def _execute(request: dict, folder: Path, out: int, err: int, confined: bool) ->
 
 
 def _usage(pid: int, folder: Path) -> tuple[int, int]:
-    """The threads of a process, and the bytes of the files in its folder."""
+    """Returns the threads of a process, and the bytes of the files in its folder."""
     try:
         threads = sum(1 for _ in Path(f"/proc/{pid}/task").iterdir())
     except OSError:

@@ -70,7 +70,7 @@ class Script:
 
 
 def load_script(source: Any, *, turns: int = 1) -> Script:
-    """The environment that rollout.env_path names.
+    """Returns the environment that rollout.env_path names.
 
     Args: source: "file.py" or "package.module", "file.py:Class" or "package.module:Class", the function interact
         itself, or a class. turns: of an episode; more than one need interact or a class.
@@ -125,7 +125,7 @@ def load_script(source: Any, *, turns: int = 1) -> Script:
 
 
 def _load_names(source: str) -> Mapping[str, Any]:
-    """The names of a file or module. Raises ConfigError: it can't be imported, or has another form."""
+    """Returns the names of a file or module. Raises ConfigError: it can't be imported, or has another form."""
     try:
         return vars(resolve_module(source, "environment"))
     except ConfigError as error:
@@ -136,7 +136,9 @@ def _load_names(source: str) -> Mapping[str, Any]:
 
 
 def _other_form_error(source: str, form: str) -> ConfigError:
-    """The error for a later form of RL2's environments, with what to write instead. Args: form: of OTHER_FORMS."""
+    """Returns the error for a later form of RL2's environments, with what to write instead. Args: form: of
+    OTHER_FORMS.
+    """
     name, counterparts = OTHER_FORMS[form]
     return ConfigError(
         f"environment {source!r} is written for a later form of RL2's environments, {name}; name its function "
@@ -169,7 +171,7 @@ def _check_interact(script: Script) -> None:
 
 
 def _check_tools(tools: tuple[Any, ...], name: str) -> tuple[Any, ...]:
-    """The tools, unchanged. Raises ConfigError: a chat template does not accept one."""
+    """Returns the tools, unchanged. Raises ConfigError: a chat template does not accept one."""
     for tool in tools:
         if not isinstance(tool, Mapping) and not callable(tool):
             raise ConfigError(

@@ -72,7 +72,7 @@ class ToolTemplate:
         self._answers: dict[str, np.ndarray] = {}
 
     def parse(self, tokens: Iterable[int], context: Iterable[int], tools: Sequence[Any]) -> dict[str, Any]:
-        """A turn as a message: see `parse_turn`."""
+        """Returns a turn as a message: see `parse_turn`."""
         return parse_turn(self.tokenizer, self.response_template, tokens, context, tools)
 
     # ---- answers -------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class ToolTemplate:
             raise ConfigError(_NO_TOOLS)
 
     def _derive_response_template(self) -> dict[str, Any]:
-        """A response template, from how the chat template writes two calls.
+        """Returns a response template, from how the chat template writes two calls.
 
         Raises: ConfigError: no known form reads them.
         """
@@ -183,7 +183,7 @@ def parse_turn(
     context: Iterable[int],
     tools: Sequence[Any],
 ) -> dict[str, Any]:
-    """A turn as a message with its tool calls; a turn that can't be parsed becomes its plain text.
+    """Returns a turn as a message with its tool calls; a turn that can't be parsed becomes its plain text.
 
     Args:
         tokenizer: of transformers.
@@ -201,7 +201,9 @@ def parse_turn(
 
 
 def _checked_message(message: Any, eos: str) -> dict[str, Any]:
-    """The message with a text as its content and arguments in each call. Raises ValueError: it has another form."""
+    """Returns the message with a text as its content and arguments in each call. Raises ValueError: it has another
+    form.
+    """
     if not isinstance(message, dict):
         raise ValueError("no message")
     content = message.get("content")
@@ -220,13 +222,13 @@ def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _probe(*names: str) -> list[dict[str, Any]]:
-    """A conversation in which the model says a word and calls tools of these names."""
+    """Returns a conversation in which the model says a word and calls tools of these names."""
     calls = [_call(name, {_KEY: _VALUE}) for name in names]
     return [{"role": "user", "content": "hi"}, {"role": "assistant", "content": _TEXT, "tool_calls": calls}]
 
 
 def _marked_json(text: str) -> dict[str, Any] | None:
-    """The field tool_calls for calls as JSON between two marks; None = they are written otherwise.
+    """Returns the field tool_calls for calls as JSON between two marks; None = they are written otherwise.
 
     Args: text: of two calls.
     """
@@ -248,7 +250,9 @@ def _marked_json(text: str) -> dict[str, Any] | None:
 
 
 def _split_at_json(text: str) -> tuple[str, Any, str]:
-    """The text before the first JSON object, the object, and the text after it. Raises ValueError: there is none."""
+    """Returns the text before the first JSON object, the object, and the text after it. Raises ValueError: there is
+    none.
+    """
     start = text.index("{")
     value, end = json.JSONDecoder().raw_decode(text, start)
     return text[:start], value, text[end:]

@@ -60,7 +60,7 @@ class ToolTranscript:
             self.messages.pop()
 
     def completion(self, episode: Episode) -> Completion:
-        """The sequence to train on, ended as its last turn did."""
+        """Returns the sequence to train on, ended as its last turn did."""
         sequence = completion(*self._parts, generation=episode.generation)
         changes: dict[str, Any] = {}
         if not np.array_equal(self.prompt.tokens, episode.prompt.tokens):

@@ -106,7 +106,7 @@ class Tools:
         return tools
 
     def __iter__(self) -> Iterator[Tool]:
-        """The tools, each with its schema."""
+        """Returns the tools, each with its schema."""
         return (Tool(schema, call) for schema, call in zip(self.schemas, self.functions.values(), strict=True))
 
     async def run(self, calls: Sequence[Mapping[str, Any]], counts: ToolCounts) -> list[dict[str, Any]]:
@@ -157,7 +157,7 @@ class Tools:
         return [{"role": "tool", "name": name, "content": self._text(result)} for name, result in results]
 
     def _call(self, call: Mapping[str, Any]) -> tuple[str, Any]:
-        """The name of a call, and what its function returned: also a coroutine, or an error."""
+        """Returns the name of a call, and what its function returned: also a coroutine, or an error."""
         if call.get("type", "function") != "function":
             return str(call.get("name", "unknown")), ValueError(f"Unsupported tool call type: {call['type']}")
         function = call.get("function", call)
@@ -170,7 +170,7 @@ class Tools:
             return name, error
 
     def _text(self, result: Any) -> str:
-        """A result as the content of a message."""
+        """Returns a result as the content of a message."""
         text = str({"error": str(result)} if isinstance(result, Exception) else result)
         most = self.limits.max_chars
         if most is None or len(text) <= most:
@@ -180,7 +180,7 @@ class Tools:
 
 
 def _schema(fn: Callable[..., Any]) -> dict[str, Any]:
-    """The schema of a function. Raises ConfigError: it has no type hints or no docstring."""
+    """Returns the schema of a function. Raises ConfigError: it has no type hints or no docstring."""
     try:
         return get_json_schema(fn)
     except (DocstringParsingException, TypeHintParsingException, AttributeError, TypeError) as error:
@@ -192,7 +192,7 @@ def _name(call: Mapping[str, Any]) -> str:
 
 
 async def _in_thread(work: Callable[[], Any]) -> Any:
-    """What a function returns, run in a daemon thread: one that hangs does not keep the program alive."""
+    """Returns what a function returns, run in a daemon thread: one that hangs does not keep the program alive."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -209,7 +209,9 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
 
 
 def _run_together(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Their results, errors included. They run on a thread of their own, since a notebook's loop is running already."""
+    """Returns their results, errors included. They run on a thread of their own, since a notebook's loop is running
+    already.
+    """
     if not coroutines:
         return []
 

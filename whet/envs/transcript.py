@@ -133,7 +133,7 @@ class ChatTranscript:
             self._prefix, self._parts, _ = self._forked.pop()
 
     def completions(self, generation: int, finish_reason: FinishReason, info: Mapping[str, Any]) -> list[Completion]:
-        """The sequences to train on: one, and one more for each fork.
+        """Returns the sequences to train on: one, and one more for each fork.
 
         Args: generation: of the episode. finish_reason: why the episode ended, for each sequence. info: for the store.
         """
@@ -159,7 +159,9 @@ class ChatTranscript:
         return np.concatenate(rewards)
 
     def _behind_turn(self, conversation: Sequence[Message]) -> str | None:
-        """What the template writes behind the last turn. Args: conversation: the messages that the turn ends."""
+        """Returns what the template writes behind the last turn. Args: conversation: the messages that the turn
+        ends.
+        """
         if self._is_plain or not self._end_marks:
             return None
         options = {**template_options(self._columns, self._row), "add_generation_prompt": False}
@@ -170,7 +172,7 @@ class ChatTranscript:
         return text_behind_turn(closed(conversation[:-1]), closed(conversation), self._text, marks, ended=ended)
 
     def _render(self) -> str:
-        """The conversation as the template writes it, with the header of the model's turn."""
+        """Returns the conversation as the template writes it, with the header of the model's turn."""
         if self._is_plain:
             return "".join(str(m["content"]) for m in self.messages)
         return self._encode.render(self.messages, self._row, self._columns).text
@@ -181,13 +183,13 @@ class ChatTranscript:
         return str(tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
     def _ids(self, text: str, *, special: bool) -> np.ndarray:
-        """The ids of a text. Args: special: add the special tokens that the tokenizer puts around a text."""
+        """Returns the ids of a text. Args: special: add the special tokens that the tokenizer puts around a text."""
         ids = self._encode.tokenizer(text, add_special_tokens=special, verbose=False).input_ids
         return np.asarray(ids, np.int32)
 
 
 def text_behind_turn(rendered: str, before: str, text: str, end_marks: Sequence[str], *, ended: bool) -> str | None:
-    """What a template writes behind a turn whose ids are known.
+    """Returns what a template writes behind a turn whose ids are known.
 
     Args: rendered, before, text: the conversation without the turn, with it, and with what follows it, as the template
         writes them. end_marks: of a turn. ended: the turn has its mark.

@@ -18,7 +18,7 @@ def make_completion_columns(
     rewards: Sequence[Any],
     decode: Callable[[np.ndarray], str],
 ) -> dict[str, list[Any]]:
-    """The columns of completions as RunFolder.write_completions takes them, without `advantage`.
+    """Returns the columns of completions as RunFolder.write_completions takes them, without `advantage`.
 
     Args:
         groups: prompts with their completions.
@@ -51,7 +51,7 @@ def make_completion_columns(
 
 
 def turn_spans(versions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The turns of the model in a sequence: turn i is the tokens starts[i] to ends[i], without the latter.
+    """Returns the turns of the model in a sequence: turn i is the tokens starts[i] to ends[i], without the latter.
 
     Args: versions: int [C], -1 = not sampled. Two turns with no token between them are one.
 

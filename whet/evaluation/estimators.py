@@ -36,7 +36,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float] | np.ndarray) -> Estimate:
-    """The mean over prompts and its standard error: m = Σx / P, se = sqrt(Σ(x - m)² / (P - 1) / P).
+    """Returns the mean over prompts and its standard error: m = Σx / P, se = sqrt(Σ(x - m)² / (P - 1) / P).
 
     A prompt counts as one sample, whatever its number of completions, because the completions of a prompt are
     correlated. The standard error covers both sources of noise: the choice of prompts and the sampling.
@@ -58,7 +58,8 @@ def estimate(values: Sequence[float] | np.ndarray) -> Estimate:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The unbiased estimate of the probability that at least one of k completions passes: c of n completions passed.
+    """Returns the unbiased estimate of the probability that at least one of k completions passes: c of n completions
+    passed.
 
     1 - C(n - c, k) / C(n, k) = 1 - Π_{j<k} (n - c - j) / (n - j), in integers, and one division at the end.
 
@@ -82,7 +83,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable | None], passed: Sequence[float], k: int) -> float:
-    """How often the most frequent answer of k completions is correct.
+    """Returns how often the most frequent answer of k completions is correct.
 
     The n completions, in the order of their generation, are split into n // k groups of k; the rest is left out. The
     score of a group is the mean of `passed` over the completions that gave the most frequent answer. If several answers
@@ -105,7 +106,7 @@ def majority_at_k(answers: Sequence[Hashable | None], passed: Sequence[float], k
 
 
 def _majority_score(answers: Sequence[Hashable | None], passed: Sequence[float]) -> float:
-    """The score of one group: the mean of `passed` of the most frequent answer, averaged over ties."""
+    """Returns the score of one group: the mean of `passed` of the most frequent answer, averaged over ties."""
     votes = Counter(a for a in answers if a is not None)
     if not votes:
         return 0.0
@@ -116,7 +117,7 @@ def _majority_score(answers: Sequence[Hashable | None], passed: Sequence[float])
 
 
 def resolve_ks(ks: Sequence[int] | None, n: int) -> tuple[int, ...]:
-    """The k of pass@k and majority@k: those of the configuration, or the powers of two up to n, and n.
+    """Returns the k of pass@k and majority@k: those of the configuration, or the powers of two up to n, and n.
 
     Args: ks: of the configuration; None = the default. n: completions of each prompt.
     Raises: ConfigError: one is greater than n.

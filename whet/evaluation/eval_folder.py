@@ -124,7 +124,9 @@ class EvalFolder:
     def _read_batches(
         self, prompts: Sequence[Prompt], generations: int, names: Sequence[str], kept: Sequence[str]
     ) -> list[EvalBatch]:
-        """The batches of the folder, from the first prompt up to the first gap. Args: names, kept: of rewards."""
+        """Returns the batches of the folder, from the first prompt up to the first gap. Args: names, kept: of
+        rewards.
+        """
         batches: list[EvalBatch] = []
         place = 0
         while place < len(prompts) and (path := self.completions / f"eval-{place:06d}.parquet").is_file():
@@ -150,7 +152,7 @@ class EvalFolder:
 def _group(
     prompt: Prompt, columns: Mapping[str, list[Any]], rewards: Mapping[str, list[float]], places: np.ndarray
 ) -> Group:
-    """A prompt with its stored completions. Args: places: of them in the columns."""
+    """Returns a prompt with its stored completions. Args: places: of them in the columns."""
     completions = tuple(_completion(prompt, {name: columns[name][i] for name in columns}) for i in places)
     ends = {columns["generation"][i]: i for i in places}.values()
     return Group(
@@ -161,7 +163,7 @@ def _group(
 
 
 def _completion(prompt: Prompt, stored: Mapping[str, Any]) -> Completion:
-    """A stored completion. Args: stored: its columns."""
+    """Returns a stored completion. Args: stored: its columns."""
     prefix = np.array(stored["prompt_tokens"], np.int32)
     return Completion(
         tokens=np.array(stored["tokens"], np.int32),

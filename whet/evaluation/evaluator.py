@@ -82,13 +82,13 @@ class Evaluation:
     """Lines that show the best and the worst completion with their prompts."""
 
     def __getitem__(self, name: str) -> Estimate:
-        """A result over all prompts. Raises ConfigError for an unknown name, with the nearest one."""
+        """Returns a result over all prompts. Raises ConfigError for an unknown name, with the nearest one."""
         if name not in self.results:
             raise lookup_error("result", name, self.results)
         return self.results[name]
 
     def plain(self) -> dict[str, Any]:
-        """All fields as plain values, as in results.json; NaN becomes None."""
+        """Returns all fields as plain values, as in results.json; NaN becomes None."""
         return {
             **self.about,
             "results": _plain(self.results),
@@ -99,7 +99,7 @@ class Evaluation:
         return format_table(self.results, self.by_source)
 
     def _repr_html_(self) -> str:
-        """The HTML for a notebook: the table, and the best and the worst completion."""
+        """Returns the HTML for a notebook: the table, and the best and the worst completion."""
         examples = "".join(f"<pre>{html.escape(line)}</pre>" for line in self.examples)
         return table_html(str(self.about.get("model", "")), table_rows(self.results, self.by_source)) + examples
 
@@ -157,7 +157,7 @@ def evaluate(
 
 
 def _find_duplicate(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """A key with a value in both of two nested mappings; "" = none.
+    """Returns a key with a value in both of two nested mappings; "" = none.
 
     >>> _find_duplicate({"a": {"b": 1.0}}, {"a": {"c": 2}}), _find_duplicate({"a": {"b": 1}}, {"a": {"b": 1}})
     ('', 'a.b')
@@ -171,7 +171,7 @@ def _find_duplicate(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
 
 
 def _are_names(reward: Any) -> bool:
-    """Whether all reward functions are names, as in a configuration."""
+    """Returns whether all reward functions are names, as in a configuration."""
     return isinstance(reward, str | dict) or (isinstance(reward, list) and all(isinstance(r, str) for r in reward))
 
 
@@ -249,7 +249,7 @@ class Evaluator:
         return evaluation
 
     def _with_template(self, sampler: Sampler) -> EvalRunConfig:
-        """The configuration with a value of apply_chat_template in place of "auto"."""
+        """Returns the configuration with a value of apply_chat_template in place of "auto"."""
         c = self.config
         if c.data.apply_chat_template != "auto":
             return c
@@ -311,7 +311,7 @@ class _Work:
             )
 
     def _encode(self, data: Any) -> tuple[list[Prompt], int]:
-        """The encoded prompts, and the number of those that were too long."""
+        """Returns the encoded prompts, and the number of those that were too long."""
         c, rollout = self.config.data, self.config.sampling
         rows = load_rows(data, split=c.split, subset=c.subset, limit=c.limit)
         if c.eval_fraction:
@@ -341,7 +341,7 @@ class _Work:
         return prompts, dropped
 
     def _find_source_column(self) -> str | None:
-        """The column by which results are broken down. Raises DataError: the data lacks the configured one."""
+        """Returns the column by which results are broken down. Raises DataError: the data lacks the configured one."""
         columns = {name for p in self.prompts for name in p.columns}
         if (name := self.config.data.source_column) is not None:
             if name not in columns:
@@ -356,7 +356,7 @@ class _Work:
         return name
 
     def batches(self) -> Iterator[EvalBatch]:
-        """All prompts with their completions, in batches: those of an earlier attempt, then new ones."""
+        """Yields all prompts with their completions, in batches: those of an earlier attempt, then new ones."""
         done, folder = 0, self.folder
         begin = lambda: (
             []
@@ -383,7 +383,7 @@ class _Work:
             yield batch
 
     def _sample(self, places: Sequence[int]) -> list[Group]:
-        """The groups of consecutive prompts."""
+        """Returns the groups of consecutive prompts."""
         span = slice(places[0], places[-1] + 1)
         return self.sampler.sample(
             self.prompts[span],
@@ -395,7 +395,7 @@ class _Work:
         )
 
     def compute_rewards(self, batch: EvalBatch, progress: Progress) -> list[PromptResult]:
-        """The results of a batch, with its stored rewards or those that the functions compute now."""
+        """Returns the results of a batch, with its stored rewards or those that the functions compute now."""
         texts = self._decode(batch.groups)
         if batch.has_rewards:
             rewards = self.manager.recorded(batch.groups, texts, mode=Mode.EVAL)
@@ -412,7 +412,7 @@ class _Work:
         return results
 
     def _decode(self, groups: Sequence[Group]) -> list[list[Any]]:
-        """The texts, or of episodes with turns the messages."""
+        """Returns the texts, or of episodes with turns the messages."""
         return [
             [list(c.messages) if c.messages else self.sampler.decode(c.tokens) for c in g.completions] for g in groups
         ]
@@ -432,7 +432,7 @@ class _Work:
         self.folder.write(batch.first, columns, {n: rewards.table[n][rewards.trajectory_of] for n in names})
 
     def _identity(self) -> tuple[dict[str, Any], str]:
-        """The inputs that the completions and their rewards depend on."""
+        """Returns the inputs that the completions and their rewards depend on."""
         module, (prompts, columns) = self.sampler.loaded.module, compute_checksums(self.prompts)
         sampling = {n: v for n, v in dump_tree(self.config.sampling).items() if n not in ENGINE_FIELDS}
         draws = {
@@ -449,7 +449,7 @@ class _Work:
         return draws, hash_reward_functions(self.manager, [columns])
 
     def summarize(self, results: Sequence[PromptResult], seconds: float) -> Evaluation:
-        """The evaluation: the metrics of all prompts, and of each source."""
+        """Returns the evaluation: the metrics of all prompts, and of each source."""
         c = self.config
         passed = compute_passed(results, c.pass_reward, c.pass_threshold)
         if passed is None:

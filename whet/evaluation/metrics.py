@@ -54,7 +54,7 @@ class PromptResult:
 
 
 def prompt_results(rewarded: RewardBatch, *, source_column: str | None, read: AnswerFn) -> list[PromptResult]:
-    """The results of the prompts of a batch.
+    """Returns the results of the prompts of a batch.
 
     Args: source_column: None = no breakdown. read: text -> answer.
     Raises: RewardError: `read` raises, or returns an unhashable answer.
@@ -92,7 +92,7 @@ def _read_answer(read: AnswerFn, text: str, row: int) -> Hashable | None:
 
 
 def resolve_answer_fn(answer_fn: Any, reward_fns: Sequence[Any]) -> tuple[AnswerFn, str]:
-    """The function that reads the answers for majority@k, and its name.
+    """Returns the function that reads the answers for majority@k, and its name.
 
     Args:
         answer_fn: a function, a name or a reference. None = the answer function of the first reward function that has
@@ -124,7 +124,7 @@ def resolve_answer_fn(answer_fn: Any, reward_fns: Sequence[Any]) -> tuple[Answer
 
 
 def compute_passed(results: Sequence[PromptResult], by: str | None, threshold: float | None) -> list[np.ndarray] | None:
-    """Whether each completion passes: 1 or 0, or NaN without a reward.
+    """Returns whether each completion passes: 1 or 0, or NaN without a reward.
 
     Args: by: the reward function that decides; None = the weighted total. threshold: the least reward that passes;
         None = 1.0 if all rewards are 0 or 1.
@@ -144,7 +144,7 @@ def compute_passed(results: Sequence[PromptResult], by: str | None, threshold: f
 def compute_metrics(
     results: Sequence[PromptResult], passed: Sequence[np.ndarray] | None, ks: Sequence[int]
 ) -> dict[str, Estimate]:
-    """The metrics of some prompts: name -> mean over prompts and standard error.
+    """Returns the metrics of some prompts: name -> mean over prompts and standard error.
 
     reward, rewards/<function>: the mean over a prompt's completions. pass@k, majority@k: see estimators.py; a prompt
     with fewer than k rewards does not count. tokens: the mean length. truncated: the share that max_tokens ended.

@@ -30,7 +30,7 @@ __all__ = ["hash_reward_functions", "make_reward_manager"]
 def make_reward_manager(
     config: EvalRunConfig, sampler: Sampler, reward_fns: Any = None, *, has_own: bool = False
 ) -> RewardManager:
-    """The reward functions of an evaluation.
+    """Returns the reward functions of an evaluation.
 
     Args:
         config: its reward functions, weights, reward model and limits.
@@ -54,7 +54,7 @@ def make_reward_manager(
 
 
 def _reward_model(config: EvalRunConfig, section: RoleConfig, sampler: Sampler) -> RewardModel:
-    """The reward model of a section, on the device of the model that is evaluated."""
+    """Returns the reward model of a section, on the device of the model that is evaluated."""
     if section.model is None:
         raise ConfigError("reward_model has no model; write reward_model.model=<hub name or folder>")
     device = sampler.loaded.module.device
@@ -87,7 +87,7 @@ def _reward_model(config: EvalRunConfig, section: RoleConfig, sampler: Sampler) 
 
 
 def hash_reward_functions(manager: RewardManager, columns: Sequence[int]) -> str:
-    """A hash of the reward functions, their source files, and the columns that they read.
+    """Returns a hash of the reward functions, their source files, and the columns that they read.
 
     Args: columns: the checksums of the data's columns.
     """

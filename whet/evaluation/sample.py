@@ -20,7 +20,7 @@ MAX_CHARACTERS = 600
 
 
 def format_completion(name: str, reward: float, completion: Completion, text: Any) -> str:
-    """A line with a completion's name, reward, length, ending and text."""
+    """Returns a line with a completion's name, reward, length, ending and text."""
     reward_text = "no reward" if math.isnan(reward) else f"reward {reward:.4g}"
     end = (
         ""
@@ -33,7 +33,7 @@ def format_completion(name: str, reward: float, completion: Completion, text: An
 
 
 def format_text(source: Any) -> str:
-    """A text, or messages in order: shortened, and indented after the first line."""
+    """Returns a text, or messages in order: shortened, and indented after the first line."""
     if not isinstance(source, str):
         messages = list(source)
         parts = [f"{m.get('role', '')}: {m.get('content')}" for m in messages]
@@ -75,7 +75,7 @@ class BestAndWorst:
                     self.worst = _Example(reward, group.prompt, completion, text)
 
     def lines(self) -> Sequence[str]:
-        """Lines of both with their prompts: of one if all rewards are equal; [] without rewards."""
+        """Returns lines of both with their prompts: of one if all rewards are equal; [] without rewards."""
         if self.best is None or self.worst is None:
             return []
         if self.best.reward == self.worst.reward:

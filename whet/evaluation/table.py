@@ -18,7 +18,8 @@ GAP = "  "
 
 
 def table_rows(results: Numbers, by_source: Mapping[str, Numbers]) -> list[list[str]]:
-    """The cells of the table, header first: a column for all prompts and one for each source, a row for each result.
+    """Returns the cells of the table, header first: a column for all prompts and one for each source, a row for each
+    result.
 
     A single reward function has no row, since it equals the reward.
     """
@@ -34,7 +35,7 @@ def table_rows(results: Numbers, by_source: Mapping[str, Numbers]) -> list[list[
 
 
 def _cell(name: str, result: Estimate) -> str:
-    """A result with its standard error: shares in percent, others with four digits.
+    """Returns a result with its standard error: shares in percent, others with four digits.
 
     >>> _cell("pass@1", Estimate(0.5, 0.05, 4)), _cell("tokens", Estimate(12.0, math.nan, 1))
     ('50.0 ±5.0 %', '12')
@@ -48,7 +49,7 @@ def _cell(name: str, result: Estimate) -> str:
 
 
 def format_table(results: Numbers, by_source: Mapping[str, Numbers]) -> str:
-    """The table as aligned lines; sources beyond the terminal's width follow below. ± is the standard error.
+    """Returns the table as aligned lines; sources beyond the terminal's width follow below. ± is the standard error.
 
     >>> print(format_table({"pass@1": Estimate(0.5, 0.25, 4)}, {}))
              all

@@ -31,7 +31,7 @@ DATA_FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 
 
 def hub_name(text: str | None) -> str | None:
-    """The text without its revision if it can be a name on the hub and is not a local path; else None.
+    """Returns the text without its revision if it can be a name on the hub and is not a local path; else None.
 
     >>> hub_name("Qwen/Qwen3-0.6B"), hub_name("train.jsonl"), hub_name("/tmp"), hub_name("my.data:rows")
     ('Qwen/Qwen3-0.6B', None, None, None)
@@ -50,7 +50,7 @@ def hub_name(text: str | None) -> str | None:
 
 
 def read_card_metadata(path: Path) -> dict[str, Any]:
-    """The front matter of a card; {} if there is none that can be read."""
+    """Returns the front matter of a card; {} if there is none that can be read."""
     from huggingface_hub.repocard import metadata_load
 
     try:
@@ -61,7 +61,7 @@ def read_card_metadata(path: Path) -> dict[str, Any]:
 
 
 def find_base_model(model: str | None) -> str | None:
-    """The name of a model on the hub: its own, or that of the base in the card of its folder."""
+    """Returns the name of a model on the hub: its own, or that of the base in the card of its folder."""
     if model is None:
         return None
     if (named := hub_name(model)) is not None:
@@ -72,7 +72,7 @@ def find_base_model(model: str | None) -> str | None:
 
 
 def trained_with_chat_template(model: Any) -> bool | None:
-    """Whether the run that trained a model put plain-text prompts into the chat template.
+    """Returns whether the run that trained a model put plain-text prompts into the chat template.
 
     Args: model: a run's folder, or a folder in it (final/, start/, a checkpoint).
     Returns: None if the path is not in the folder of a run.
@@ -92,7 +92,8 @@ def trained_with_chat_template(model: Any) -> bool | None:
 
 
 def find_licence(model: str | None) -> dict[str, str]:
-    """The licence of a model: license, license_name, license_link, from the card in its folder or in the hub's cache.
+    """Returns the licence of a model: license, license_name, license_link, from the card in its folder or in the hub's
+    cache.
 
     Returns: {} if there is no card with a licence.
     """
@@ -108,12 +109,12 @@ def find_licence(model: str | None) -> dict[str, str]:
 
 
 def licence_of_card(card: Mapping[str, Any]) -> dict[str, str]:
-    """The licence in the front matter of a card."""
+    """Returns the licence in the front matter of a card."""
     return {name: card[name] for name in LICENCE_KEYS if isinstance(card.get(name), str)}
 
 
 def _card_of(folder: str) -> dict[str, Any]:
-    """The front matter of a folder's first card that has one."""
+    """Returns the front matter of a folder's first card that has one."""
     for name in CARDS:
         if metadata := read_card_metadata(Path(folder).expanduser() / name):
             return metadata

@@ -106,7 +106,9 @@ def read_card_facts(
 
 
 def _is_templated(folder: Path) -> bool:
-    """Whether prompts were put into a chat template: by the configuration, else whether the tokenizer has one."""
+    """Returns whether prompts were put into a chat template: by the configuration, else whether the tokenizer
+    has one.
+    """
     configured = trained_with_chat_template(folder)
     return (folder / "final" / "chat_template.jinja").is_file() if configured is None else configured
 
@@ -122,7 +124,7 @@ def _datasets(data: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _method(settings: Mapping[str, Any]) -> str:
-    """The training method of a configuration, by the keys of its algorithm."""
+    """Returns the training method of a configuration, by the keys of its algorithm."""
     command = command_of(settings)
     kind = str(_section(settings, "algo").get("loss_type"))
     return (kind if command == "dpo" and kind in _NAMED_LOSSES else command).upper()
@@ -142,7 +144,7 @@ def _results(path: str | Path) -> dict[str, Any]:
 
 
 def make_model_card(facts: CardFacts, *, title: str, model: str | None = None) -> str:
-    """The card as Markdown with its front matter.
+    """Returns the card as Markdown with its front matter.
 
     Args: facts: from `read_card_facts`. title: of the card. model: the name or path that loads the model;
         None = the title.
@@ -207,7 +209,7 @@ def _front_matter(facts: CardFacts, title: str) -> str:
 
 
 def _results_for_hub(facts: CardFacts) -> list[Any]:
-    """The evaluations for the hub's model-index: the run's own last one, and those of `whet eval`."""
+    """Returns the evaluations for the hub's model-index: the run's own last one, and those of `whet eval`."""
     from huggingface_hub import EvalResult
 
     def results_of(data: Mapping[str, Any], values: Mapping[str, Any], known: Sequence[str] | None = None) -> list[Any]:
@@ -241,7 +243,7 @@ def _results_for_hub(facts: CardFacts) -> list[Any]:
 
 
 def _score_names(row: Mapping[str, Any]) -> list[str]:
-    """The metrics of a row that say how good the model is, in the order of _SCORES."""
+    """Returns the metrics of a row that say how good the model is, in the order of _SCORES."""
     return [n for score in _SCORES for n in row if n == score or (score.endswith("@") and n.startswith(score))]
 
 
@@ -252,7 +254,7 @@ def _first(facts: CardFacts) -> str:
 
 
 def _training(facts: CardFacts) -> str:
-    """The table of the training data and settings."""
+    """Returns the table of the training data and settings."""
     get = lambda section, name: _section(facts.settings, section).get(name)
     passes = _section(facts.environment, "passes")
     optim = _section(_section(facts.settings, "actor") or _section(facts.settings, "reward_model"), "optim")
@@ -272,7 +274,7 @@ def _training(facts: CardFacts) -> str:
 
 
 def _rate(facts: CardFacts, optim: Mapping[str, Any]) -> str:
-    """The learning rate: what was set, else the highest that the rows have, if any."""
+    """Returns the learning rate: what was set, else the highest that the rows have, if any."""
     if optim.get("lr") is not None:
         return f", lr {optim['lr']:g}"
     rates = [row[name] for row in facts.rows for name in ("learning_rate", "actor/learning_rate") if name in row]
@@ -290,7 +292,7 @@ def _data(data: Mapping[str, Any], on_hub: Sequence[str]) -> str:
 
 
 def _rewards(facts: CardFacts) -> list[str]:
-    """The reward functions, with their weights if the configuration has them."""
+    """Returns the reward functions, with their weights if the configuration has them."""
     row = facts.rows[0] if facts.rows else {}
     names = [n.removeprefix("rewards/") for n in row if n.startswith("rewards/") and f"{n}/std" in row]
     weights = facts.settings.get("reward")
@@ -299,7 +301,7 @@ def _rewards(facts: CardFacts) -> list[str]:
 
 
 def _evaluation(facts: CardFacts) -> str:
-    """The run's own evaluations, before and at the model's step, and those of `whet eval`."""
+    """Returns the run's own evaluations, before and at the model's step, and those of `whet eval`."""
     rows = [row for row in facts.rows if row["mode"] == "eval" and row["step"] <= facts.step]
     parts = []
     if rows:
@@ -322,7 +324,7 @@ def _evaluation(facts: CardFacts) -> str:
 
 
 def _eval_table(found: Mapping[str, Any]) -> str:
-    """A table of the results of `whet eval`."""
+    """Returns a table of the results of `whet eval`."""
     by_source = _section(found, "by_source")
     columns = {"all": found["results"], **(by_source if len(by_source) > 1 else {})}
     paths, sampling = source_paths(_section(found, "data").get("path")), _section(found, "sampling")
@@ -387,5 +389,5 @@ def _number(value: Any) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A value in a cell of a table."""
+    """Returns a value in a cell of a table."""
     return str(value).replace("|", "\\|").replace("\n", " ")

@@ -162,7 +162,7 @@ def check_hub_token(token: str | None = None) -> None:
 
 
 def _model_of(folder: Path, which: str) -> tuple[Path, int]:
-    """The folder of the model and its step. Raises ConfigError if the run has no such model."""
+    """Returns the folder of the model and its step. Raises ConfigError if the run has no such model."""
     if not (folder / "config.yaml").is_file():
         check_access(folder / "config.yaml")
         inside = folder.name == FINAL or folder.parent.name == "checkpoints"
@@ -188,7 +188,7 @@ def _model_of(folder: Path, which: str) -> tuple[Path, int]:
 
 
 def _read_pointer(root: Path, which: str) -> str:
-    """The name of the checkpoint that is kept as `which`."""
+    """Returns the name of the checkpoint that is kept as `which`."""
     try:
         return (root / which).read_text().strip()
     except OSError:
@@ -220,7 +220,7 @@ def _check_base(adapter: Path | None, dry_run: bool) -> None:
 
 
 def _files(model: Path, folder: Path) -> dict[str, Path]:
-    """The files of a model by their names on the hub. Raises CheckpointError if one is missing or damaged."""
+    """Returns the files of a model by their names on the hub. Raises CheckpointError if one is missing or damaged."""
     files = {p.name: p for p in sorted(model.iterdir()) if p.is_file() and _MODEL.fullmatch(p.name)}
     if "generation_config.json" not in files and (folder / FINAL / "generation_config.json").is_file():
         files["generation_config.json"] = folder / FINAL / "generation_config.json"  # checkpoints may have none
@@ -295,7 +295,7 @@ def _copy_tokenizer(model: Path, place: Path) -> None:
 
 
 def _shards(model: Path) -> set[str]:
-    """The names of the files with the weights, by the index if there is one."""
+    """Returns the names of the files with the weights, by the index if there is one."""
     index = model / "model.safetensors.index.json"
     if not index.is_file():
         return {"model.safetensors"}
@@ -324,7 +324,7 @@ def _check_file(name: str, path: Path) -> None:
 
 
 def _make_api(token: str | None) -> Any:
-    """The client of the hub. Raises ConfigError: HF_HUB_OFFLINE is set, or there is no token."""
+    """Returns the client of the hub. Raises ConfigError: HF_HUB_OFFLINE is set, or there is no token."""
     from huggingface_hub import HfApi, constants, get_token
 
     if constants.HF_HUB_OFFLINE:
@@ -336,7 +336,7 @@ def _make_api(token: str | None) -> Any:
 
 
 def _whoami(api: Any) -> dict[str, Any]:
-    """The owner of the token. Raises ConfigError if the token is not valid or may not write."""
+    """Returns the owner of the token. Raises ConfigError if the token is not valid or may not write."""
     try:
         account = dict(api.whoami())
     except Exception as error:
@@ -351,7 +351,7 @@ def _whoami(api: Any) -> dict[str, Any]:
 
 
 def _full_name(repo: str | None, folder: Path, who: Mapping[str, Any] | None) -> str:
-    """The name with its owner. Raises ConfigError if the name is not valid, or the user may not write under it.
+    """Returns the name with its owner. Raises ConfigError if the name is not valid, or the user may not write under it.
 
     Args: who: the owner of the token; None = unknown.
     """
@@ -391,7 +391,7 @@ def _check_visible(api: Any, repo: str, private: bool) -> None:
 
 
 def _fetch_licence(api: Any, base: str) -> dict[str, str]:
-    """The licence of a model on the hub; {} if it is unknown, which the card then says."""
+    """Returns the licence of a model on the hub; {} if it is unknown, which the card then says."""
     try:
         card = api.model_info(base).card_data
     except Exception as error:
@@ -420,7 +420,7 @@ def _upload(
 
 
 def _hub_error(error: Exception, what: str, fix: str) -> WhetError:
-    """An error of the hub's client as one message."""
+    """Returns an error of the hub's client as one message."""
     silent = hub_unreachable_reason(error)
     if silent:
         return ConfigError(f"the hub does not answer ({silent}); check the network, and send it again")

@@ -188,7 +188,9 @@ class RLLearner:
         return run
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
-        """The run that `train` goes through, not yet open. Args: as those of `train`; train_ds None = no steps."""
+        """Returns the run that `train` goes through, not yet open. Args: as those of `train`; train_ds None =
+        no steps.
+        """
         cls = type(self)
         if eval_ds is not None and cls.sample is not RLLearner.sample and cls.rollout is RLLearner.rollout:
             log.info("evaluation completes prompts by %s.rollout, not by its `sample`", cls.__name__)
@@ -197,7 +199,7 @@ class RLLearner:
         return Run(task, stream, self.cluster, self.config, observers=self.observers)
 
     def new_task(self, eval_ds: Any = None) -> RLTask:
-        """The task of a run. Args: eval_ds: its evaluation data."""
+        """Returns the task of a run. Args: eval_ds: its evaluation data."""
         return RLTask(self, eval_ds)
 
     def close(self) -> None:
@@ -250,7 +252,7 @@ class RLLearner:
         )
 
     def episode_runner(self, mode: Mode) -> EpisodeRunner | None:
-        """The generator function of a mode's episodes; None = one completion each."""
+        """Returns the generator function of a mode's episodes; None = one completion each."""
         if mode in self._episode_runners:
             return self._episode_runners[mode]
         if self.cluster.rollout_for(mode).agent is None:
@@ -262,7 +264,7 @@ class RLLearner:
         return runner
 
     def encoder(self, mode: Mode) -> PromptEncoder:
-        """The encoder of a mode: it turns rows into prompts, and an environment's messages into tokens."""
+        """Returns the encoder of a mode: it turns rows into prompts, and an environment's messages into tokens."""
         if mode not in self.encoders:
             tools = None if self.environment is None else self.environment.tools
             self.encoders[mode] = self.cluster.encoder(mode, data=self.data, tools=tools)
@@ -339,7 +341,7 @@ class RLLearner:
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The learner's own state between two steps (an adaptive coefficient, a count), for checkpoints.
+        """Returns the learner's own state between two steps (an adaptive coefficient, a count), for checkpoints.
 
         Returns: plain numbers, strings, tensors, and lists, tuples and dicts of them.
         """
@@ -366,7 +368,9 @@ class RLLearner:
         return True
 
     def num_generations_of(self, mode: Mode) -> int:
-        """Completions of each prompt in a mode. Default of an evaluation: 1 if it is greedy, else as in training."""
+        """Returns completions of each prompt in a mode. Default of an evaluation: 1 if it is greedy, else as in
+        training.
+        """
         if mode is Mode.TRAIN:
             return self.num_generations
         config = self.cluster.rollout_for(mode)
@@ -381,11 +385,13 @@ class RLLearner:
         return steps * self.num_updates(num_groups)
 
     def planned_passes(self, num_groups: int) -> dict[str, str]:
-        """The passes of a step besides rollout and update, and the passes that it skips: name -> "runs: reason"."""
+        """Returns the passes of a step besides rollout and update, and the passes that it skips: name -> "runs:
+        reason".
+        """
         return {}
 
     def minibatches(self, step: Step) -> Iterator[TokenBatch]:
-        """The mini-batches of a step: num_iterations passes over its groups, mini_batch_size groups each.
+        """Yields the mini-batches of a step: num_iterations passes over its groups, mini_batch_size groups each.
 
         Groups stay whole. Where the number of groups is not a multiple of mini_batch_size (prompts were dropped as too
         long, or the data's last batch is short), the last mini-batch is smaller and weighted by its own tokens.
@@ -409,7 +415,7 @@ class RLLearner:
         return 1
 
     def extra_metrics(self, step: Step) -> dict[str, float]:
-        """The metrics of a training step that no stage logs: those of the metric functions."""
+        """Returns the metrics of a training step that no stage logs: those of the metric functions."""
         return reduce_metrics(self.call_metric_fns(step)) if step.mode is Mode.TRAIN else {}
 
     def call_metric_fns(self, step: Step) -> dict[str, tuple[Any, Callable[..., Any] | None]]:

@@ -133,7 +133,7 @@ class Diagnostics:
         log.warning("%s: %s%s", when, message, fix and f"; {fix}", extra={"fix": fix, "key": "trainer.warn_when"})
 
     def _check_entropy(self, row: Mapping[str, float]) -> dict[str, bool | None]:
-        """Whether the policy is certain of every token, or of none; None where no entropy was measured."""
+        """Returns whether the policy is certain of every token, or of none; None where no entropy was measured."""
         entropy = row.get("entropy/token_mean", math.nan)
         if math.isnan(entropy):
             return {"deterministic": None, "uniform": None}
@@ -147,7 +147,7 @@ class Diagnostics:
         return num_choices(actor.processors, vocabulary)
 
     def _describe(self, name: str, row: Mapping[str, float], rewards: RewardBatch, batch: TokenBatch) -> str:
-        """A problem, what it means, and what to look at."""
+        """Returns a problem, what it means, and what to look at."""
         if name == "no_signal":
             return _describe_no_signal(row, rewards, batch, self._truncation_advice(rewards)["more_room"])
         if name == "zero_gradient":
@@ -169,7 +169,7 @@ class Diagnostics:
         )
 
     def _truncation_advice(self, rewards: RewardBatch) -> dict[str, Any]:
-        """The arguments of find_truncation: the keys that this run can still set."""
+        """Returns the arguments of find_truncation: the keys that this run can still set."""
         rollout, positions = self.cluster.rollout_for(Mode.TRAIN), max_positions(self.cluster.actor.module)
         prompts = [group.prompt for group in rewards.groups]
         room = math.inf if positions is None else positions - rollout.max_tokens_to_generate
@@ -194,7 +194,7 @@ class Diagnostics:
 
 
 def num_choices(processors: LogitsProcessors, vocabulary: int) -> int | None:
-    """The number of tokens that a uniform policy draws from: its entropy is the logarithm of this number.
+    """Returns the number of tokens that a uniform policy draws from: its entropy is the logarithm of this number.
 
     Args: processors: of the draws. vocabulary: the number of tokens.
     Returns: None where the number is less than two, or differs from token to token (a constraint).
@@ -213,14 +213,16 @@ def num_choices(processors: LogitsProcessors, vocabulary: int) -> int | None:
 
 
 def _has_signal(rewards: RewardBatch, batch: TokenBatch) -> bool:
-    """Whether some trained token has an advantage other than 0."""
+    """Returns whether some trained token has an advantage other than 0."""
     if batch.advantages is None:
         return bool(batch.mask.any() and rewards.have_spread.any())
     return bool(((batch.advantages != 0) & batch.mask).any())
 
 
 def _describe_no_signal(row: Mapping[str, float], rewards: RewardBatch, batch: TokenBatch, more_room: str) -> str:
-    """Why no token has an advantage, and what to look at. Args: more_room: the advice for truncated completions."""
+    """Returns why no token has an advantage, and what to look at. Args: more_room: the advice for truncated
+    completions.
+    """
     group, text = rewards.groups[0], rewards.texts[0][0]
     reward = float(rewards.total[0])
     scored = "no reward" if math.isnan(reward) else f"reward {reward}"

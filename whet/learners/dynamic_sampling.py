@@ -55,7 +55,7 @@ def check_dynamic_sampling(learner: RLLearner, config: SelectionFields, max_step
 def filter_groups(
     rewards: RewardBatch, bounds: tuple[float, float] | None = None, clip: tuple[float, float] | None = None
 ) -> np.ndarray:
-    """Which groups have signal: Bool [groups].
+    """Returns which groups have signal: Bool [groups].
 
     Without bounds, these are the groups with two different totals; with bounds, those with low < mean total < high. NaN
     totals are left out. A group with NaN totals only has no signal.
@@ -71,7 +71,7 @@ def filter_groups(
 
 
 def complete_groups(groups: Sequence[Group]) -> np.ndarray:
-    """Which groups have no episode that failed by its infrastructure: Bool [groups]."""
+    """Returns which groups have no episode that failed by its infrastructure: Bool [groups]."""
     failed = [any(c.info.get("failure") == "infrastructure" for c in group.completions) for group in groups]
     return ~np.array(failed, bool)
 
@@ -121,7 +121,7 @@ def refill_groups(
 
 
 def _count_groups(drawn: RewardBatch, kept: RewardBatch, batches: int) -> dict[str, Metric]:
-    """The metrics of the groups that were drawn, and of those that were left out."""
+    """Returns the metrics of the groups that were drawn, and of those that were left out."""
 
     def count(groups: Sequence[Group]) -> tuple[int, int]:
         completions = [c for g in groups for c in g.completions]

@@ -72,7 +72,7 @@ _NAMES_OF_FIELDS: Mapping[str, Mapping[str, Any]] = {
 
 
 def other_field(value: str) -> str:
-    """The hint of a message about an unknown name: the field that takes this name; "" if none does.
+    """Returns the hint of a message about an unknown name: the field that takes this name; "" if none does.
 
     >>> other_field("dapo"), other_field("token-mean"), other_field("gpro")
     ('. dapo is a whole method: algo.preset=dapo', '. token-mean is a loss_agg_mode', '')
@@ -87,7 +87,7 @@ _resolve = functools.partial(resolve_name, hint=other_field)
 
 
 def _bound_function(value: Any, known: Mapping[str, Any], kind: str, config: AlgorithmConfig) -> Callable[..., Any]:
-    """A term of the objective, fn(x), with the configuration's fields bound."""
+    """Returns a term of the objective, fn(x), with the configuration's fields bound."""
     fn = bind_fields(_resolve(value, known, kind), config)
     check_call(fn, kind, ("x",))
     return fn
@@ -128,7 +128,7 @@ def bind_fields(fn: Callable[..., Any], config: AlgorithmConfig | SupervisedConf
 
 
 def keyword_arguments(fn: Callable[..., Any]) -> set[str]:
-    """The keyword-only arguments of a function, without those that a partial has bound."""
+    """Returns the keyword-only arguments of a function, without those that a partial has bound."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # a builtin has no signature
@@ -138,7 +138,8 @@ def keyword_arguments(fn: Callable[..., Any]) -> set[str]:
 
 
 def fields_read(fn: Callable[..., Any]) -> set[str]:
-    """The fields of a configuration that a function reads: its keyword-only arguments, by the names of the fields.
+    """Returns the fields of a configuration that a function reads: its keyword-only arguments, by the names of the
+    fields.
 
     >>> from whet.ops import LOSS_AGG_MODES
     >>> sorted(fields_read(LOSS_AGG_MODES["sequence-mean-token-scale"]))
@@ -172,7 +173,7 @@ def check_token_level(config: PolicyConfig) -> None:
 
 
 def describe_objective(config: PolicyConfig) -> dict[str, str]:
-    """The functions of a configuration with their parameters, for the log and environment.json.
+    """Returns the functions of a configuration with their parameters, for the log and environment.json.
 
     >>> lines = describe_objective(PolicyConfig(beta=0.1, loss_masks=("off-policy",), policy_loss_fn="reinforce"))
     >>> lines["loss"]
@@ -196,7 +197,7 @@ def describe_objective(config: PolicyConfig) -> dict[str, str]:
 
 
 def _with_parameters(config: PolicyConfig, value: Any, known: Mapping[str, Any]) -> str:
-    """The name of a function, with the fields that it reads, without those that are None."""
+    """Returns the name of a function, with the fields that it reads, without those that are None."""
     names = keyword_arguments(_resolve(value, known, "function"))
     read = {f.name: getattr(config, f.name) for f in fields(config) if f.name in names}
     arguments = ", ".join(f"{name}={_display_name(field)}" for name, field in read.items() if field is not None)
@@ -204,12 +205,12 @@ def _with_parameters(config: PolicyConfig, value: Any, known: Mapping[str, Any])
 
 
 def _display_name(value: Any) -> str:
-    """A value, or the name of a function."""
+    """Returns a value, or the name of a function."""
     return function_name(value) if callable(value) else str(value)
 
 
 def reward_functions(reward_fns: Any, config: AlgorithmConfig) -> tuple[list[Any], tuple[float, ...] | None]:
-    """The reward functions of a run and their weights: the user's, and the penalty of overlong_buffer.
+    """Returns the reward functions of a run and their weights: the user's, and the penalty of overlong_buffer.
 
     With a teacher there may be no functions of the user. No completion has a reward then, and all advantages are 0.
     Args: reward_fns: one or several. config: reward_weights are those of the user's; the penalty's weight is 1.
@@ -225,7 +226,7 @@ def reward_functions(reward_fns: Any, config: AlgorithmConfig) -> tuple[list[Any
 
 
 def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
-    """The advantage estimator of a configuration."""
+    """Returns the advantage estimator of a configuration."""
     kind = "advantage estimator"
     fn = bind_fields(_resolve(config.advantage_estimator, ADVANTAGE_ESTIMATORS, kind), config)
     check_call(fn, kind, ("x",), ("rewards", "group_ids"))
@@ -235,7 +236,7 @@ def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
 def advantage_inputs(
     batch: TokenBatch, rewards: RewardBatch, *, clip: tuple[float, float] | None = None
 ) -> AdvantageInputs:
-    """The argument of an estimator. Args: batch: scored. rewards: of the step. clip: bounds of the total.
+    """Returns the argument of an estimator. Args: batch: scored. rewards: of the step. clip: bounds of the total.
 
     What the environment gave at single tokens is taken from the total, which has it, and is in token_rewards.
     """
@@ -260,17 +261,17 @@ def advantage_inputs(
 
 
 def policy_loss(config: PolicyConfig) -> Callable[..., Any]:
-    """The policy loss of a configuration. Raises ConfigError: an unknown name."""
+    """Returns the policy loss of a configuration. Raises ConfigError: an unknown name."""
     return _resolve(config.policy_loss_fn, POLICY_LOSSES, "policy loss")
 
 
 def kl_estimate(config: PolicyConfig) -> Callable[[Tensor], Tensor]:
-    """The KL estimate of a configuration, a function of d. Raises ConfigError: an unknown name."""
+    """Returns the KL estimate of a configuration, a function of d. Raises ConfigError: an unknown name."""
     return _resolve(config.keywords["kl_loss_mode"], KL_MODES, "KL mode")
 
 
 def objective_checks(config: AlgorithmConfig) -> list[Callable[[], Any]]:
-    """The checks of an algorithm's configuration that need no model; each raises ConfigError.
+    """Returns the checks of an algorithm's configuration that need no model; each raises ConfigError.
 
     Each name is a check of its own, so that all unknown names are reported together. The whole objective comes last.
     """
@@ -285,7 +286,7 @@ def objective_checks(config: AlgorithmConfig) -> list[Callable[[], Any]]:
 
 
 def make_objective(config: PolicyConfig) -> PolicyObjective:
-    """The objective of a configuration: surrogate, corrections and masks, KL, entropy bonus."""
+    """Returns the objective of a configuration: surrogate, corrections and masks, KL, entropy bonus."""
     check_all_read(config)
     names = [] if config.sampler_is is None else [config.sampler_is]
     corrections = [_bound_function(name, CORRECTIONS, "sampler_is", config) for name in names]

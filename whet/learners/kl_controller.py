@@ -70,14 +70,14 @@ class KLController:
         )
 
     def in_reward(self, batch: TokenBatch) -> TokenBatch:
-        """A scored batch with the KL subtracted from its `token_rewards`, with kl_type="reward"."""
+        """Returns a scored batch with the KL subtracted from its `token_rewards`, with kl_type="reward"."""
         if self.config.kl_type != "reward" or not self.config.beta:
             return batch
         rewards, penalty = batch.token_rewards, self.sampled_kl(batch, self.beta)
         return batch.replace(token_rewards=penalty if rewards is None else rewards + penalty)
 
     def in_advantage(self, batch: TokenBatch) -> TokenBatch:
-        """A batch with the KL subtracted from its `advantages`, with kl_type="advantage"."""
+        """Returns a batch with the KL subtracted from its `advantages`, with kl_type="advantage"."""
         if self.config.kl_type != "advantage" or not self.config.beta:
             return batch
         return batch.replace(advantages=batch.need("advantages") + self.sampled_kl(batch, self.beta))
@@ -129,7 +129,7 @@ class KLController:
         return self.config.target_kl is not None or self.config.use_adaptive_entropy
 
     def state(self) -> dict[str, float]:
-        """The adaptive numbers, for checkpoints."""
+        """Returns the adaptive numbers, for checkpoints."""
         return {"beta": self.beta, "entropy_coef": self.entropy_coef, "entropy": self.entropy}
 
     def restore(self, state: Mapping[str, Any]) -> None:

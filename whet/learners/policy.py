@@ -190,7 +190,7 @@ class PolicyLearner(RLLearner):
         warn_about_config(c, cluster.rollout_for().max_tokens_to_generate)
 
     def _num_sequences(self, prompts: int | None) -> int | None:
-        """The sequences of a micro-batch of `prompts` prompts."""
+        """Returns the sequences of a micro-batch of `prompts` prompts."""
         return None if prompts is None else prompts * self.algo_config.num_generations
 
     # ---- the stages ----------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class PolicyLearner(RLLearner):
         return step.replace(batch=self.kl_controller.in_reward(batch))
 
     def old_logprobs_from(self, num_groups: int, stale: Sequence[int] = ()) -> Literal["trainer", "sampler", "nowhere"]:
-        """Where old log-probabilities come from; "nowhere": none are needed, since the ratio is exactly 1.
+        """Returns where old log-probabilities come from; "nowhere": none are needed, since the ratio is exactly 1.
 
         They are needed where several updates follow one rollout, where a trained token was drawn from an earlier policy
         version, and where the KL is that of the policy that sampled.
@@ -279,7 +279,9 @@ class PolicyLearner(RLLearner):
         return "nowhere"
 
     def planned_passes(self, num_groups: int) -> dict[str, str]:
-        """The passes of a step besides rollout and update, and the passes that it skips, each with the reason."""
+        """Returns the passes of a step besides rollout and update, and the passes that it skips, each with the
+        reason.
+        """
         old = {
             "trainer": "runs: sampler_is, sampler-rejection or use_rollout_logps=false asks for the trainer's own",
             "sampler": "skipped: the sampler's are used",
@@ -335,7 +337,9 @@ class PolicyLearner(RLLearner):
             return step.log({**metrics, **self.kl_controller.after_update(metrics)})
 
     def with_update_columns(self, mini: TokenBatch) -> TokenBatch:
-        """A mini-batch with the columns that are made just before its update: entropy_rank, where a mask needs it."""
+        """Returns a mini-batch with the columns that are made just before its update: entropy_rank, where a mask needs
+        it.
+        """
         if not self.objective.has(high_entropy_mask):
             return mini
         with self.cluster.trace.span("entropy"):
@@ -344,7 +348,7 @@ class PolicyLearner(RLLearner):
         return mini.with_token_columns(entropy_rank=entropy_rank(entropy, mini.mask))
 
     def _adjust_metrics(self, metrics: Metrics, mini: TokenBatch, selected: TokenBatch) -> Metrics:
-        """An update's metrics as those of the whole mini-batch. Args: selected: the part of it that was run."""
+        """Returns an update's metrics as those of the whole mini-batch. Args: selected: the part of it that was run."""
         reductions = self.cluster.actor_trainer.reductions
         if selected.sampler_logprobs is not None and self.cluster.rollout.caps.logprobs:
             metrics = average_over_known(metrics, "sampling/", selected, ~selected.sampler_logprobs.isnan(), reductions)
@@ -353,7 +357,7 @@ class PolicyLearner(RLLearner):
         return {**skipped_metrics(mini, selected), **metrics}
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective of the configuration at each token, [s], and its metrics."""
+        """Returns the objective of the configuration at each token, [s], and its metrics."""
         controller = self.kl_controller
         objective = replace(self.objective, beta=controller.loss_beta, entropy_coef=controller.loss_entropy_coef)
         loss, metrics = objective(x)
@@ -378,7 +382,9 @@ class PolicyLearner(RLLearner):
         super().after_step(run, step)
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
-        """The run, as RLLearner's. Raises ConfigError: a coefficient can't move, or checkpoints would not hold it."""
+        """Returns the run, as RLLearner's. Raises ConfigError: a coefficient can't move, or checkpoints would not hold
+        it.
+        """
         labels = metric_labels("entropy", self.cluster.actor_trainer.reductions)
         if self.algo_config.use_adaptive_entropy and labels.get(MEASURED_ENTROPY) != "mean":
             raise ConfigError(
@@ -395,7 +401,7 @@ class PolicyLearner(RLLearner):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The coefficients, where one moves. A subclass adds its own: {**super().state(), ...}."""
+        """Returns the coefficients, where one moves. A subclass adds its own: {**super().state(), ...}."""
         return {"kl_controller": self.kl_controller.state()} if self.kl_controller.is_adaptive else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -437,12 +443,12 @@ class PolicyLearner(RLLearner):
 
 
 def with_signal(batch: TokenBatch) -> Tensor:
-    """The sequences with a trained token whose advantage is not 0: Long [M]."""
+    """Returns the sequences with a trained token whose advantage is not 0: Long [M]."""
     assert batch.advantages is not None
     size = segment_sum(masked_column(batch.advantages, batch.mask).abs(), batch.sequence, batch.num_sequences)
     return (size > 0).nonzero().flatten()
 
 
 def with_trained_tokens(batch: TokenBatch) -> Tensor:
-    """The sequences with a trained token: Long [M]. All tokens of the others weigh 0 in any loss."""
+    """Returns the sequences with a trained token: Long [M]. All tokens of the others weigh 0 in any loss."""
     return batch.sequence[batch.mask].unique()

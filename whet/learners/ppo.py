@@ -178,12 +178,12 @@ class PPOLearner(PolicyLearner):
         return step if step.index <= self.algo_config.critic_warmup_steps else super().update(step, mini)
 
     def _critic_loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The value loss at each token, [s], and its metrics, if it has any."""
+        """Returns the value loss at each token, [s], and its metrics, if it has any."""
         result = self.value_loss(x)
         return result if isinstance(result, tuple) else (result, {})
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The policy's loss at each token, plus the value loss where the critic shares its backbone."""
+        """Returns the policy's loss at each token, plus the value loss where the critic shares its backbone."""
         loss, metrics = super().loss(x)
         if not self.shares_backbone:
             return loss, metrics
@@ -214,7 +214,9 @@ class PPOLearner(PolicyLearner):
         return super().total_updates(role, steps - warmup, num_groups)
 
     def planned_passes(self, num_groups: int) -> dict[str, str]:
-        """The passes of a step besides rollout and updates, and the passes that it skips, each with the reason."""
+        """Returns the passes of a step besides rollout and updates, and the passes that it skips, each with the
+        reason.
+        """
         passes = {**super().planned_passes(num_groups), "values": "runs: the critic's, for advantages and returns"}
         if self.shares_backbone:
             passes["loss"] += f" + {self.algo_config.vf_coef} * value loss"
@@ -242,12 +244,12 @@ def _split_mini_batch(mini: TokenBatch, parts: int) -> Iterator[TokenBatch]:
 
 
 def with_has_reward(batch: TokenBatch, rewards: RewardBatch) -> TokenBatch:
-    """The batch with the column has_reward [S]: 1 where the trajectory has a reward to learn from, else 0."""
+    """Returns the batch with the column has_reward [S]: 1 where the trajectory has a reward to learn from, else 0."""
     known = torch.from_numpy(~np.isnan(rewards.total))
     return batch.with_token_columns(has_reward=known.index_select(0, batch.trajectory).float())
 
 
 def _under_critic(name: str, how: str | Mapping[str, str]) -> dict[str, str]:
-    """How a metric of the value loss is named and reduced where the actor's trainer reports it."""
+    """Returns how a metric of the value loss is named and reduced where the actor's trainer reports it."""
     labels = {name: how} if isinstance(how, str) else how
     return {f"critic/{label}": reduction for label, reduction in labels.items()}

@@ -148,7 +148,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         return kind(self.models.tokenizer, self.data)
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
-        """The run that `train` goes through. Raises ConfigError: precompute_ref_log_probs with a stream."""
+        """Returns the run that `train` goes through. Raises ConfigError: precompute_ref_log_probs with a stream."""
         run = super().new_run(train_ds, eval_ds)
         if self.needs.rows == "labels" and run.stream is not None and run.stream.kind == "rows":  # pyright: ignore[reportAttributeAccessIssue]
             self._check_labels(run.stream.source)  # pyright: ignore[reportAttributeAccessIssue]
@@ -237,7 +237,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
     # ---- parts of the stages -------------------------------------------------------------------------------------
 
     def _ref_logprobs(self, examples: Sequence[Example], batch: TokenBatch) -> Tensor:
-        """The reference's log-probabilities, [S]: computed now, or looked up where they were computed ahead."""
+        """Returns the reference's log-probabilities, [S]: computed now, or looked up where they were computed ahead."""
         reference = self.models.worker(Role.REFERENCE)
         if not self.algo_config.precompute_ref_log_probs or self._run_ahead is None:
             return _logprobs(reference, batch)
@@ -270,7 +270,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         return logprobs_of
 
     def _passes(self, batch: TokenBatch) -> StepPasses:
-        """The passes of policy and reference before the update that the losses need."""
+        """Returns the passes of policy and reference before the update that the losses need."""
         policy = self.models.trained
         logprobs = _logprobs(policy, batch) if self.needs.policy_pass else None
         if not self.needs.mismatched_pass or batch.num_groups < 2:
@@ -283,7 +283,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         return StepPasses(logprobs=logprobs, mismatched=rows, mismatched_logprobs=mismatched_logprobs)
 
     def _divide_by_counts(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """The metrics, with those that are sums per unit divided by their counts (objective.ratios)."""
+        """Returns the metrics, with those that are sums per unit divided by their counts (objective.ratios)."""
         divided = dict(metrics)
         for name, by in self.objective.ratios.items():
             total, count = divided.get(name), metrics.get(by)
@@ -301,7 +301,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def planned_passes(self, batch_size: int) -> dict[str, str]:
-        """The passes of a step besides its update, each with the reason."""
+        """Returns the passes of a step besides its update, each with the reason."""
         passes = {
             "loss": describe_preference_objective(self.algo_config),
             "ref_logprobs": "skipped: the loss compares with no reference",
@@ -318,7 +318,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         return passes
 
     def state(self) -> dict[str, Any]:
-        """The numbers that losses keep between two steps."""
+        """Returns the numbers that losses keep between two steps."""
         return {"running": dict(self._running)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -327,7 +327,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
 
 
 def _logprobs(worker: ModelWorker, batch: TokenBatch) -> Tensor:
-    """A model's log-probabilities of a batch's tokens: [S]."""
+    """Returns a model's log-probabilities of a batch's tokens: [S]."""
     logprobs = worker.logprobs(batch).logprobs
     assert logprobs is not None
     return logprobs

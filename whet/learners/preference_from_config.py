@@ -21,13 +21,15 @@ __all__ = ["describe_preference_objective", "fields_read_by_loss", "make_prefere
 
 
 def _losses(config: PreferenceConfig) -> dict[str, Callable[..., Any]]:
-    """The losses of a configuration by name, before their parameters are bound."""
+    """Returns the losses of a configuration by name, before their parameters are bound."""
     named = {function_name(loss) if callable(loss) else str(loss): loss for loss in config.loss_type}
     return {name: resolve_name(loss, PREFERENCE_LOSSES, "loss_type", hint=other_field) for name, loss in named.items()}
 
 
 def fields_read_by_loss(loss: Callable[..., Any]) -> set[str]:
-    """The fields of a PreferenceConfig that a loss reads: its arguments, and those of the reference if it needs one."""
+    """Returns the fields of a PreferenceConfig that a loss reads: its arguments, and those of the reference if it needs
+    one.
+    """
     return fields_read(loss) | ({*_REFERENCE} if needs_of(loss).reference else set())
 
 
@@ -35,7 +37,7 @@ _REFERENCE = ("precompute_ref_log_probs", "reference_free", "sync_ref_model")
 
 
 def make_preference_objective(config: PreferenceConfig) -> PreferenceObjective:
-    """The objective of a configuration.
+    """Returns the objective of a configuration.
 
     Raises: ConfigError: nothing has a name, a parameter that nothing takes was set, or the losses don't go together.
 
@@ -60,7 +62,7 @@ def make_preference_objective(config: PreferenceConfig) -> PreferenceObjective:
 
 
 def make_reward_loss(config: RewardModelConfig) -> Loss:
-    """The loss of a reward model: fn(x: LossInputs) -> ([u], metrics).
+    """Returns the loss of a reward model: fn(x: LossInputs) -> ([u], metrics).
 
     Raises: ConfigError: nothing has this name, or a parameter that it does not take was set.
     """
@@ -72,7 +74,7 @@ def make_reward_loss(config: RewardModelConfig) -> Loss:
 
 
 def describe_preference_objective(config: PreferenceConfig) -> str:
-    """The losses of a configuration with their parameters, for the log and environment.json.
+    """Returns the losses of a configuration with their parameters, for the log and environment.json.
 
     >>> describe_preference_objective(PreferenceConfig(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.1]))
     '1.0 * sigmoid(beta=0.1, label_smoothing=0.0) + 0.1 * sft'

@@ -65,7 +65,7 @@ class RLTask(Task):
     # ---- data ----------------------------------------------------------------------------------------------------
 
     def stream(self, train_ds: Any) -> PromptStream:
-        """The training prompts in their order.
+        """Returns the training prompts in their order.
 
         Args: train_ds: rows, batches or a reference to them.
         Raises: ConfigError: sizes that don't divide, a reward that lacks a column. DataError: prompts that can't fit.
@@ -151,11 +151,11 @@ class RLTask(Task):
     # ---- settings and inputs ----------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
-        """The whole configuration as plain containers."""
+        """Returns the whole configuration as plain containers."""
         return dump_tree(self.sections())
 
     def sections(self) -> Any:
-        """The whole configuration, or its sections; models that were given as modules have none."""
+        """Returns the whole configuration, or its sections; models that were given as modules have none."""
         learner, cluster = self.learner, self.cluster
         if learner.settings is not None:
             return learner.settings
@@ -170,7 +170,7 @@ class RLTask(Task):
         }
 
     def extra_settings(self) -> dict[str, Any]:
-        """The settings that were given from Python and have no key in the configuration."""
+        """Returns the settings that were given from Python and have no key in the configuration."""
         rollout, evaluation = self.cluster.cluster_config.rollout_config, {}
         if isinstance(rollout, dict):  # else the section has the differences itself, in `eval`
             train, evaluate = (dump_tree(self.cluster.rollout_for(mode)) for mode in (Mode.TRAIN, Mode.EVAL))
@@ -194,7 +194,7 @@ class RLTask(Task):
         )
 
     def _functions(self) -> Iterator[tuple[str, Any]]:
-        """The user's functions and classes that a run calls: (description, function)."""
+        """Yields the user's functions and classes that a run calls: (description, function)."""
         learner = self.learner
         yield f"the learner {type(learner).__name__}", type(learner)
         manager = learner.reward_manager
@@ -214,7 +214,7 @@ class RLTask(Task):
                 yield f"algo.{field.name}", value
 
     def expected_metrics(self) -> tuple[str, ...]:
-        """The metrics of rewards: of the total, of each function, and the accuracy."""
+        """Returns the metrics of rewards: of the total, of each function, and the accuracy."""
         manager = self.learner.reward_manager
         each = [f"rewards/{name}" for name in manager.fns] if isinstance(manager, RewardManager) else []
         return ("reward", "accuracy", "reward_max", "reward_min", *each, *(f"{name}/mean" for name in each))
@@ -251,7 +251,9 @@ class RLTask(Task):
         self.diagnostics.check(step.index, run.rows[-1], step.rewards, step.batch)
 
     def progress_fields(self, row: Mapping[str, float]) -> dict[str, str]:
-        """The mean length of completions, the share of truncated ones, failed episodes, and the KL if there is one."""
+        """Returns the mean length of completions, the share of truncated ones, failed episodes, and the KL if there is
+        one.
+        """
         known = {
             "len": ("completions/mean_length", ".0f"),
             "truncated": ("completions/clipped_ratio", ".0%"),
@@ -293,7 +295,7 @@ class RLTask(Task):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The state of the cluster, the diagnostics and the learner."""
+        """Returns the state of the cluster, the diagnostics and the learner."""
         return {
             "cluster": self.cluster.state(),
             "diagnostics": self.diagnostics.state(),

@@ -53,7 +53,9 @@ def compare_sampler(batch: TokenBatch, config: PolicyConfig) -> tuple[TokenBatch
 
 
 def _mean_weight(weights: Tensor, batch: TokenBatch, level: str) -> Tensor:
-    """The mean weight over trained tokens, or over sequences with a trained token at other levels; as in verl."""
+    """Returns the mean weight over trained tokens, or over sequences with a trained token at other levels; as
+    in verl.
+    """
     if level == "token":
         return masked_mean(weights, batch.mask)
     each = segment_mean(weights, batch.mask, batch.sequence, batch.num_sequences)
@@ -62,7 +64,7 @@ def _mean_weight(weights: Tensor, batch: TokenBatch, level: str) -> Tensor:
 
 
 def with_ess(metrics: Metrics) -> Metrics:
-    """An update's metrics with sampling/ess, computed from the means of its weights and of their squares.
+    """Returns an update's metrics with sampling/ess, computed from the means of its weights and of their squares.
 
     >>> with_ess({"sampling/weight": Mean(4.0, 2), "sampling/weight_squared": Mean(10.0, 2)})  # 2² / 5
     {'sampling/ess': Mean(sum=0.8, count=1.0)}

@@ -59,7 +59,7 @@ class SFTLearner(SupervisedLearner[SFTConfig]):
         return SFTEncoder(self.models.tokenizer, self.data)
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss at each token, [s], and its metrics."""
+        """Returns the loss at each token, [s], and its metrics."""
         result = self._loss(x)
         loss, metrics = result if isinstance(result, tuple) else (result, {})
         if x.entropy is not None:

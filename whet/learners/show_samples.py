@@ -16,7 +16,7 @@ __all__ = ["describe_sample"]
 
 
 def describe_sample(step: int, rewards: RewardBatch) -> str:
-    """One prompt of a step with its best and its worst completion, as lines for the log.
+    """Returns one prompt of a step with its best and its worst completion, as lines for the log.
 
     The search for a prompt whose completions have different rewards starts at the place `step`, so that each step shows
     another prompt.

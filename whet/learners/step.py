@@ -65,15 +65,15 @@ class BaseStep:
     """Training or evaluation."""
 
     def has(self, column: str) -> bool:
-        """Whether a stage has written a column: "groups", "rewards", "batch"."""
+        """Returns whether a stage has written a column: "groups", "rewards", "batch"."""
         return vars(self)[column] is not None
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other fields."""
+        """Returns a copy with other fields."""
         return type(self)(**{**vars(self), **changes})
 
     def log(self, metrics: Mapping[str, Metric]) -> Self:
-        """A copy with more metrics. A metric that is there already is merged with the new one."""
+        """Returns a copy with more metrics. A metric that is there already is merged with the new one."""
         return self.replace(metrics=merge(vars(self)["metrics"], metrics))
 
 

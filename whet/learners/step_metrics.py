@@ -66,7 +66,7 @@ def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, 
 
 
 def completion_metrics(rewards: RewardBatch) -> dict[str, Metric]:
-    """The metrics of reward functions and completions, which training and evaluation both log.
+    """Returns the metrics of reward functions and completions, which training and evaluation both log.
 
     completions/clipped_scored_ratio: the share with a total above 0 among the completions that ended neither with a
     stop nor by a failure. It is absent if there are none.
@@ -82,7 +82,7 @@ def completion_metrics(rewards: RewardBatch) -> dict[str, Metric]:
 
 
 def total_metrics(rewards: RewardBatch) -> dict[str, Metric]:
-    """The metrics of the total reward. NaN (no function applies) is left out everywhere.
+    """Returns the metrics of the total reward. NaN (no function applies) is left out everywhere.
 
     TRL's names: reward, the mean; reward_std, the standard deviation (n - 1) over the whole batch;
     frac_reward_zero_std, the share of groups in which all rewards are equal. whet's own: reward_max and reward_min;
@@ -103,7 +103,7 @@ def total_metrics(rewards: RewardBatch) -> dict[str, Metric]:
 
 
 def evaluation_metrics(rewards: RewardBatch) -> dict[str, Metric]:
-    """The metrics of an evaluation: of rewards and completions, and of the best completion of each group.
+    """Returns the metrics of an evaluation: of rewards and completions, and of the best completion of each group.
 
     Where all rewards are 0 or 1, the accuracy and pass@k are added. pass@k is the mean over groups of the estimate that
     `whet eval` uses too (evaluation.estimators).
@@ -122,13 +122,13 @@ def evaluation_metrics(rewards: RewardBatch) -> dict[str, Metric]:
 
 
 def known_totals(rewards: RewardBatch) -> list[np.ndarray]:
-    """The totals of each group without NaN, float64; groups with none are left out."""
+    """Returns the totals of each group without NaN, float64; groups with none are left out."""
     parts = [part[~np.isnan(part)] for part in rewards.totals_by_group]
     return [part for part in parts if len(part)]
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
-    """The lengths and ends of completions, counts of tokens and prompts, and the turns of episodes.
+    """Returns the lengths and ends of completions, counts of tokens and prompts, and the turns of episodes.
 
     completions/clipped_ratio is the share without a stop, also that of aborted ones, as TRL's is. Failed ones (their
     environment or agent failed) are left out of it: turns/failed counts them.
@@ -148,7 +148,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
 
 
 def _turn_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
-    """The metrics of episodes with turns; {} without such.
+    """Returns the metrics of episodes with turns; {} without such.
 
     turns/{mean,max,min}: the model's turns. completions/sampled_tokens: the tokens that the model drew. turns/forks:
     sequences after the first of each episode. turns/failed: episodes that failed by no doing of the model;
@@ -181,7 +181,7 @@ def _turn_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
 
 
 def engine_metrics(done: EngineStats) -> dict[str, Metric]:
-    """The engine's counts for a step. The mean batch size is left out if the engine reports no decode steps.
+    """Returns the engine's counts for a step. The mean batch size is left out if the engine reports no decode steps.
 
     >>> engine_metrics(EngineStats(steps=10, row_steps=70))["rollout/mean_batch_size"].value
     7.0
@@ -213,7 +213,7 @@ def advantage_metrics(batch: TokenBatch) -> dict[str, Metric]:
 
 
 def value_metrics(x: AdvantageInputs, batch: TokenBatch) -> dict[str, Metric]:
-    """The metrics of a critic, over trained tokens.
+    """Returns the metrics of a critic, over trained tokens.
 
     Tunix's names: advantages/*, advantages/returns/*, advantages/old_values/*; rewards/reward/*, the rewards of
     trajectories with those of their tokens. whet's own: critic/explained_variance, 1 − var(R − V) / var(R): 1 = the
@@ -237,7 +237,7 @@ def value_metrics(x: AdvantageInputs, batch: TokenBatch) -> dict[str, Metric]:
 
 
 def skipped_metrics(mini: TokenBatch, run: TokenBatch) -> dict[str, Metric]:
-    """The sequences and tokens of a mini-batch that were not run."""
+    """Returns the sequences and tokens of a mini-batch that were not run."""
     return {
         "skipped/sequences": Sum(float(mini.num_sequences - run.num_sequences)),
         "skipped/tokens": Sum(float(mini.num_tokens - run.num_tokens)),
@@ -247,7 +247,7 @@ def skipped_metrics(mini: TokenBatch, run: TokenBatch) -> dict[str, Metric]:
 def average_over_mini_batch(
     metrics: Mapping[str, Metric], mini: TokenBatch, run: TokenBatch, *, zero: Mapping[str, str]
 ) -> dict[str, Metric]:
-    """An update's metrics as those of the whole mini-batch, where sequences without signal were not run.
+    """Returns an update's metrics as those of the whole mini-batch, where sequences without signal were not run.
 
     A metric that is 0 without an advantage, such as a share of clipped tokens, counts the tokens that were not run as
     0. The entropy is that of the tokens run, under the weights of all. Other means are over the tokens run.
@@ -281,7 +281,7 @@ def average_over_mini_batch(
 def average_over_known(
     metrics: Mapping[str, Metric], prefix: str, run: TokenBatch, known: Tensor, reductions: Reductions
 ) -> dict[str, Metric]:
-    """An update's metrics, with those of a prefix averaged only over the tokens at which they are known.
+    """Returns an update's metrics, with those of a prefix averaged only over the tokens at which they are known.
 
     Args:
         metrics: the update's. Those of the prefix are 0 at tokens at which they are not known.
@@ -310,7 +310,7 @@ def average_over_known(
 def completion_columns(
     rewards: RewardBatch, batch: TokenBatch | None, decode: Callable[[np.ndarray], str]
 ) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
-    """The columns of completions/ in the run folder, and the rewards of each function.
+    """Returns the columns of completions/ in the run folder, and the rewards of each function.
 
     Args: rewards: of the step. batch: with advantages, and on some steps with TOKEN_STATS; None = an evaluation.
         decode: a prompt's ids -> text with special tokens.

@@ -94,17 +94,19 @@ class SupervisedLearner(Generic[C]):
         return run
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
-        """The run that `train` goes through, not yet open. Args: as those of `train`; train_ds None = no steps."""
+        """Returns the run that `train` goes through, not yet open. Args: as those of `train`; train_ds None =
+        no steps.
+        """
         task = self.new_task(eval_ds)
         stream = None if train_ds is None else task.stream(train_ds)
         return Run(task, stream, self.models, self.models.config, observers=self.observers)
 
     def new_task(self, eval_ds: Any = None) -> SupervisedTask:
-        """The task of a run. Args: eval_ds: its evaluation data."""
+        """Returns the task of a run. Args: eval_ds: its evaluation data."""
         return SupervisedTask(self, eval_ds)
 
     def evaluate(self, eval_ds: Any, step: int = 0) -> dict[str, float]:
-        """The loss and its metrics over a whole data set. Args: eval_ds: rows. Returns: name -> number."""
+        """Returns the loss and its metrics over a whole data set. Args: eval_ds: rows. Returns: name -> number."""
         return self.new_run(None, eval_ds).evaluate(step)
 
     def close(self) -> None:
@@ -119,7 +121,7 @@ class SupervisedLearner(Generic[C]):
     # ---- the stages ----------------------------------------------------------------------------------------------
 
     def encoder(self) -> Encoder:
-        """The encoder that turns rows into examples."""
+        """Returns the encoder that turns rows into examples."""
         raise NotImplementedError
 
     def batch(self, step: ExampleStep) -> ExampleStep:
@@ -175,11 +177,11 @@ class SupervisedLearner(Generic[C]):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def planned_passes(self, batch_size: int) -> dict[str, str]:
-        """The passes of a step besides its update, and the passes that it skips: name -> "runs: reason"."""
+        """Returns the passes of a step besides its update, and the passes that it skips: name -> "runs: reason"."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """The learner's own state between two steps, for checkpoints: plain numbers, strings, tensors."""
+        """Returns the learner's own state between two steps, for checkpoints: plain numbers, strings, tensors."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -73,7 +73,7 @@ class SupervisedTask(Task):
     # ---- data ----------------------------------------------------------------------------------------------------
 
     def stream(self, train_ds: Any) -> PromptStream:
-        """The training examples in their order.
+        """Returns the training examples in their order.
 
         Args: train_ds: rows, or a reference to them.
         Raises: ConfigError: sizes that don't fit. DataError: rows that can't be trained on.
@@ -158,11 +158,11 @@ class SupervisedTask(Task):
     # ---- settings and inputs ----------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
-        """The whole configuration as plain containers."""
+        """Returns the whole configuration as plain containers."""
         return dump_tree(self.sections())
 
     def sections(self) -> Any:
-        """The whole configuration, or its sections; models that were given as modules have none."""
+        """Returns the whole configuration, or its sections; models that were given as modules have none."""
         learner, models = self.learner, self.models
         if learner.settings is not None:
             return learner.settings
@@ -175,7 +175,7 @@ class SupervisedTask(Task):
         }
 
     def extra_settings(self) -> dict[str, Any]:
-        """The settings that were given from Python and have no key in the configuration."""
+        """Returns the settings that were given from Python and have no key in the configuration."""
         optimizer = self.models.optimizer
         return {"from Python": {"optimizer": dump_tree(optimizer) if isinstance(optimizer, OptimConfig) else optimizer}}
 
@@ -191,7 +191,7 @@ class SupervisedTask(Task):
         )
 
     def _functions(self) -> Iterator[tuple[str, Any]]:
-        """The user's functions and classes that a run calls: (description, function)."""
+        """Yields the user's functions and classes that a run calls: (description, function)."""
         yield f"the learner {type(self.learner).__name__}", type(self.learner)
         for field in dataclasses.fields(self.learner.algo_config):
             value = getattr(self.learner.algo_config, field.name)
@@ -200,7 +200,7 @@ class SupervisedTask(Task):
                     yield f"algo.{field.name}", one
 
     def expected_metrics(self) -> tuple[str, ...]:
-        """The loss, and the metrics that the progress bar shows."""
+        """Returns the loss, and the metrics that the progress bar shows."""
         return ("loss", *self.models.trainer.displayed)
 
     def planned_passes(self, batch_size: int) -> dict[str, str]:
@@ -244,7 +244,7 @@ class SupervisedTask(Task):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The state of the models and the learner."""
+        """Returns the state of the models and the learner."""
         return {"models": self.models.state(), "learner": self.learner.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -253,7 +253,7 @@ class SupervisedTask(Task):
 
 
 def describe_counts(encode: Encoder) -> str:
-    """The outcomes of encoding, for the log; "" if each row became one example.
+    """Returns the outcomes of encoding, for the log; "" if each row became one example.
 
     >>> from types import SimpleNamespace
     >>> describe_counts(SimpleNamespace(counts={"encoded": 5, "dropped": 2, "truncated": 0}))

@@ -141,7 +141,7 @@ def find_sampler_mismatch(
 
 
 def find_out_of_band(row: Mapping[str, float], *, metric: str, band: Band) -> Finding | None:
-    """A metric lies outside its band.
+    """Returns a metric lies outside its band.
 
     >>> find_out_of_band({"kl": 0.2}, metric="kl", band=Band(above=0.5)) is None
     True
@@ -184,7 +184,7 @@ SYMPTOMS: dict[str, Symptom] = {
 
 
 def symptoms(bands: Mapping[str, Band] | None) -> dict[str, Symptom]:
-    """The symptoms that a run looks for. Args: bands: trainer.warn_when; its metrics replace those of BANDS.
+    """Returns the symptoms that a run looks for. Args: bands: trainer.warn_when; its metrics replace those of BANDS.
 
     >>> sorted(symptoms({"kl": Band(above=2.0), "grad_norm": Band(above=50.0)}))
     ['entropy/token_mean', 'grad_norm', 'kl', 'sampler_mismatch', 'truncated']

@@ -47,12 +47,12 @@ def check_teacher(cluster: RLCluster, column: str, loss: object) -> None:
 
 
 def divergence_from(cluster: RLCluster, gkd_beta: float) -> Divergence:
-    """The divergence from the cluster's teacher. Args: gkd_beta: 0 the forward KL, 1 the reverse KL."""
+    """Returns the divergence from the cluster's teacher. Args: gkd_beta: 0 the forward KL, 1 the reverse KL."""
     return Divergence(cluster.worker(Role.TEACHER), gkd_beta)
 
 
 def with_teacher(cluster: RLCluster, batch: TokenBatch, column: str) -> TokenBatch:
-    """The batch with the column `teacher_logprobs`, under the rollout's distribution, if the loss declares it.
+    """Returns the batch with the column `teacher_logprobs`, under the rollout's distribution, if the loss declares it.
 
     Raises: DataError: the teacher does not have a token.
     """

@@ -40,7 +40,7 @@ class TokenStatsRecorder:
         self._is_full = False
 
     def start(self, index: int, batch: TokenBatch) -> TokenBatch:
-        """The batch as it is, or with PLACE where the step is recorded. Args: index: the number of the step."""
+        """Returns the batch as it is, or with PLACE where the step is recorded. Args: index: the number of the step."""
         self._parts = []
         if not self._is_due(index):
             return batch
@@ -56,7 +56,7 @@ class TokenStatsRecorder:
             )
 
     def finish(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with TOKEN_STATS if the step was recorded. Every rank must call it."""
+        """Returns the batch with TOKEN_STATS if the step was recorded. Every rank must call it."""
         if PLACE not in batch.token_columns:
             return batch
         own = [torch.cat(parts).cpu() for parts in zip(*self._parts, strict=True)]

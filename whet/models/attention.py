@@ -122,11 +122,12 @@ class SegmentLayout(Layout):
         self._tables: dict[int, SegmentTables] = {}
 
     def to(self, device: torch.device | str) -> SegmentLayout:
-        """The same layout on another device."""
+        """Returns the same layout on another device."""
         return SegmentLayout(self.lengths, self.parents, device, attention=self.attention, multiple=self.multiple)
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> SegmentLayout:
-        """The same layout with fn(x) for each of its tensors x, those that attention on a GPU will read included.
+        """Returns the same layout with fn(x) for each of its tensors x, those that attention on a GPU will read
+        included.
 
         Args: fn: moves a tensor to a device.
         """
@@ -199,7 +200,7 @@ class SegmentLayout(Layout):
         sinks: Tensor | None,
         scale: float | None = None,
     ) -> bool:
-        """Whether FlexAttention runs this call. Rows that need no mask are faster in torch's operator."""
+        """Returns whether FlexAttention runs this call. Rows that need no mask are faster in torch's operator."""
         if self.attention == "plain" or (self.attention == "auto" and not q.is_cuda):
             return False
         if self.attention == "auto" and softcap is None and sinks is None and self.bucket_row.needs_no_mask(window):
@@ -229,7 +230,7 @@ def whet_attn(
     whet_layout: Layout | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls in each layer; it calls the layout.
+    """Returns the attention function that transformers calls in each layer; it calls the layout.
 
     Args:
         module: the attention module, with its layer_idx.

@@ -18,7 +18,8 @@ __all__ = ["training_backends"]
 
 
 def training_backends(loaded: LoadedModel, dtype: torch.dtype | None = None) -> dict[str, str]:
-    """The implementations of attention and of norms, gates and weight gradients. On a CPU it builds the kernels first.
+    """Returns the implementations of attention and of norms, gates and weight gradients. On a CPU it builds the kernels
+    first.
 
     Args: loaded: the model, on its device. dtype: that it computes in; None = that of its parameters.
     Returns: "attention" and "layers", each "native (compiler)", or the implementation used instead and the reason;

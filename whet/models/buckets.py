@@ -31,7 +31,7 @@ BUCKET_PAIRS = 1 << 22
 
 
 def segment_positions(lengths: Sequence[int], parents: Sequence[int]) -> np.ndarray:
-    """The position of each token of a row: it starts at 0 in a root, and continues after the parent in a child.
+    """Returns the position of each token of a row: it starts at 0 in a root, and continues after the parent in a child.
 
     Args: lengths: tokens of each segment, in row order. parents: -1 = root, else an earlier segment.
     Returns: int64 [T].
@@ -66,7 +66,7 @@ class BucketRow:
         self._back = _index(back, len(queries), device)  # this drops all padding
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> BucketRow:
-        """The same with fn(x) for each index x. Args: fn: moves a tensor to a device."""
+        """Returns the same with fn(x) for each index x. Args: fn: moves a tensor to a device."""
         mapped = copy.copy(self)
         mapped.buckets = [b.map_tensors(fn) for b in self.buckets]
         indices = (self._queries, self._keys, self._back)
@@ -74,7 +74,7 @@ class BucketRow:
         return mapped
 
     def needs_no_mask(self, window: int | None) -> bool:
-        """Whether the causal flag is enough for all buckets."""
+        """Returns whether the causal flag is enough for all buckets."""
         return all(b.is_causal(window) for b in self.buckets)
 
     def attend(
@@ -130,18 +130,18 @@ class Bucket:
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> Bucket:
-        """The same with fn(x) for its tensor x. Args: fn: moves a tensor to a device."""
+        """Returns the same with fn(x) for its tensor x. Args: fn: moves a tensor to a device."""
         mapped = copy.copy(self)
         mapped.gaps = None if self.gaps is None else fn(self.gaps)
         mapped._masks = {}
         return mapped
 
     def window(self, window: int | None) -> int | None:
-        """The window; None = it hides no key."""
+        """Returns the window; None = it hides no key."""
         return window if window is not None and window < self.above + self.own else None
 
     def is_causal(self, window: int | None) -> bool:
-        """Whether the causal flag is enough, without a mask."""
+        """Returns whether the causal flag is enough, without a mask."""
         return self.gaps is None and self.window(window) is None and (self.above == 0 or self.own == 1)
 
     def mask(self, window: int | None, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -175,7 +175,7 @@ def _token_places(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[
 
 
 def _round_up(n: int, multiple: int) -> int:
-    """The smallest multiple that is at least n."""
+    """Returns the smallest multiple that is at least n."""
     return -(-n // multiple) * multiple
 
 
@@ -216,7 +216,7 @@ def _bucket_pairs(bucket: list[int], shapes: list[tuple[int, int]]) -> int:
 
 
 def _index(places: np.ndarray, tokens: int, device: torch.device | str) -> Tensor | None:
-    """The places as an index tensor; None = they are all tokens in order, so a gather is not needed."""
+    """Returns the places as an index tensor; None = they are all tokens in order, so a gather is not needed."""
     if len(places) == tokens and (places == np.arange(tokens)).all():
         return None
     return torch.from_numpy(places).to(device)

@@ -26,13 +26,13 @@ MISSING_IS_NONE: Any = {
 
 
 def config_positions(config: Any) -> int | None:
-    """The most positions of a model with this config; None = it has no limit (recurrent models)."""
+    """Returns the most positions of a model with this config; None = it has no limit (recurrent models)."""
     config = config.get_text_config()
     return config.max_position_embeddings if hasattr(config, "max_position_embeddings") else None
 
 
 def read_positions(path: str, trust_remote_code: bool = False) -> int | None:
-    """The most positions of a model, read from its config.
+    """Returns the most positions of a model, read from its config.
 
     Args: path: folder of a model, a run, a checkpoint or an adapter (its base is read), or a hub name.
         trust_remote_code: see read_model.
@@ -42,7 +42,7 @@ def read_positions(path: str, trust_remote_code: bool = False) -> int | None:
 
 
 def read_width(path: str, trust_remote_code: bool = False) -> int | None:
-    """The hidden size of a model, read from its config. Args, Returns: see read_positions."""
+    """Returns the hidden size of a model, read from its config. Args, Returns: see read_positions."""
     return read_config(path, trust_remote_code, lambda config: int(config.get_text_config().hidden_size))
 
 
@@ -64,7 +64,7 @@ def read_config(path: str, trust_remote_code: bool, function: Callable[[Any], T]
 
 
 def kv_bytes_per_token(config: Any, itemsize: int) -> int:
-    """Bytes of the keys and values of one token, over all layers.
+    """Returns bytes of the keys and values of one token, over all layers.
 
     Args: config: of the model. itemsize: bytes of a number.
 

@@ -65,7 +65,7 @@ class FastLayers:
                 self._layers.append((layer, _run_norm))
 
     def __len__(self) -> int:
-        """The number of layers with a faster forward."""
+        """Returns the number of layers with a faster forward."""
         return len(self._layers)
 
     @contextmanager
@@ -178,7 +178,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _native(*tensors: Tensor) -> LayerKernels | None:
-    """The native kernels; None = they can't process these rows."""
+    """Returns the native kernels; None = they can't process these rows."""
     if tensors[0].dtype not in (torch.float32, torch.bfloat16):
         return None
     kernels = layer_kernels()
@@ -204,7 +204,9 @@ def _gate(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _gate_grads(gate: Tensor, up: Tensor, grad: Tensor, product: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of silu(gate) · up, and the product again if `product`. The gradient of up overwrites `grad`."""
+    """Returns the gradients of silu(gate) · up, and the product again if `product`. The gradient of up overwrites
+    `grad`.
+    """
     if kernels := _native(gate, up, grad):
         return kernels.gated_grads(gate, up, grad, product=product)
     inner, d_gate = torch.empty_like(gate) if product else None, torch.empty_like(grad)
@@ -230,7 +232,7 @@ def _norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 def _norm_grads(
     x: Tensor, weight: Tensor, r: Tensor, grad: Tensor, of_x: bool, of_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of (x r) w that are needed: [n d], and [d] in fp32 or float64."""
+    """Returns the gradients of (x r) w that are needed: [n d], and [d] in fp32 or float64."""
     if kernels := _native(x, weight, grad):
         return kernels.norm_grads(x, weight, r, grad, of_x=of_x, of_weight=of_weight)
     w = to_fp32(weight)
@@ -252,19 +254,20 @@ def _norm_grads(
 
 
 def _is_unmodified(layer: nn.Module) -> bool:
-    """Whether a layer has no hooks, no forward of its own and only plain parameters."""
+    """Returns whether a layer has no hooks, no forward of its own and only plain parameters."""
     hooked = any(vars(layer)[name] for name in HOOKS)
     return not hooked and "forward" not in vars(layer) and all(type(p) is nn.Parameter for p in layer.parameters(False))
 
 
 def _is_replaced(layer: nn.Module) -> bool:
-    """Whether `enabled` has replaced the forward of a linear layer."""
+    """Returns whether `enabled` has replaced the forward of a linear layer."""
     forward = vars(layer).get("forward")
     return isinstance(forward, functools.partial) and forward.func is _run_linear
 
 
 def _matches_module(layer: nn.Module, run: Callable[[Any, Tensor], Tensor]) -> bool:
-    """Whether `run` computes the same as the layer's own forward, on random inputs; in bf16 nearly always bit for bit.
+    """Returns whether `run` computes the same as the layer's own forward, on random inputs; in bf16 nearly always bit
+    for bit.
 
     A norm is compared with weights other than 1, and an MLP also with numbers so large that a clamp would show. Another
     order of summation changes the last bit of an fp32 number, and so one bf16 number in thousands. Rounding at another
@@ -285,7 +288,7 @@ def _matches_module(layer: nn.Module, run: Callable[[Any, Tensor], Tensor]) -> b
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    """Whether two results agree; False if all numbers are 0, which would show nothing."""
+    """Returns whether two results agree; False if all numbers are 0, which would show nothing."""
     if expected.dtype == torch.bfloat16 and (actual != expected).double().mean() > 0.01:
         return False
     limit = 1e-5 if expected.dtype != torch.bfloat16 else torch.finfo(torch.bfloat16).eps
@@ -300,7 +303,7 @@ def _run_linear(layer: Any, x: Tensor) -> Tensor:
 
 
 def _is_gated(layer: nn.Module) -> bool:
-    """Whether a layer has the submodules of down(act(gate(x)) * up(x)); each may have an adapter."""
+    """Returns whether a layer has the submodules of down(act(gate(x)) * up(x)); each may have an adapter."""
     parts = dict(layer.named_children())
     if set(parts) != MLP_PARTS:
         return False
@@ -320,7 +323,7 @@ def _run_gated(layer: Any, x: Tensor) -> Tensor:
 
 
 def _is_norm(layer: nn.Module) -> bool:
-    """Whether a layer has the weight and the epsilon of an RMSNorm."""
+    """Returns whether a layer has the weight and the epsilon of an RMSNorm."""
     named = [name for name, _ in layer.named_parameters()]
     return named == ["weight"] and isinstance(vars(layer).get("variance_epsilon"), float)
 

@@ -91,7 +91,7 @@ class FlexCase(NamedTuple):
     def from_call(
         cls, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, softcap: float | None, sinks: Tensor | None
     ) -> FlexCase:
-        """The case of a call. Args: see FlexRow.attend."""
+        """Returns the case of a call. Args: see FlexRow.attend."""
         tracked = torch.is_grad_enabled()
         return cls(
             device=q.device,
@@ -119,7 +119,8 @@ class _ProbeResult:
 
 
 def depth_first_order(lengths: Sequence[int], parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The place of each token in a depth-first walk over the segments, and the last place of its segment's subtree.
+    """Returns the place of each token in a depth-first walk over the segments, and the last place of its segment's
+    subtree.
 
     Args: lengths: tokens of each segment, in row order. parents: -1 = root, else an earlier segment.
     Returns: order and end, int32 [T].
@@ -162,14 +163,15 @@ class FlexRow:
         self._masks: dict[int | None, BlockMask] = {}
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> FlexRow:
-        """The same with fn(x) for each table x. Args: fn: moves a tensor to a device."""
+        """Returns the same with fn(x) for each table x. Args: fn: moves a tensor to a device."""
         mapped = copy.copy(self)
         mapped._order, mapped._end, mapped._position = fn(self._order), fn(self._end), fn(self._position)
         mapped._masks = {}
         return mapped
 
     def mask(self, window: int | None) -> BlockMask:
-        """The block mask: blocks with a visible pair, blocks with visible pairs only, and the function for one pair.
+        """Returns the block mask: blocks with a visible pair, blocks with visible pairs only, and the function for one
+        pair.
 
         Args: window: a token sees keys less than this many positions back; None = all.
         Returns: a BlockMask of [1, 1, P, P].
@@ -184,7 +186,9 @@ class FlexRow:
         since = torch.zeros_like(position) if window is None else position - (window - 1)
 
         def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            """Whether token i sees token j. It reads only tables: a number would be compiled in for this row."""
+            """Returns whether token i sees token j. It reads only tables: a number would be compiled in for
+            this row.
+            """
             return (order[j] <= order[i]) & (order[i] <= end[j]) & (position[j] >= since[i])
 
         zero = torch.zeros((), dtype=torch.int32, device=order.device)
@@ -232,7 +236,7 @@ class FlexRow:
 
 
 def flex_unsupported_reason(case: FlexCase) -> str | None:
-    """Why flex can't run a case; None = it can. Each case is probed once, and the result is logged.
+    """Returns why flex can't run a case; None = it can. Each case is probed once, and the result is logged.
 
     The probe calls flex on small trees with the strides, scale, mode and gradients of the case. It compares values and
     gradients with the plain path. The kernels that it compiles are used by the calls themselves.
@@ -341,7 +345,7 @@ def _run(
     grads: Sequence[bool],
     options: dict[str, object],
 ) -> list[Tensor]:
-    """The output, and the gradient of each input that needs one."""
+    """Returns the output, and the gradient of each input that needs one."""
     inputs = [x.detach().requires_grad_(g) for x, g in zip(inputs, grads)]
     out = attend(*inputs[:3], sinks=inputs[3] if len(inputs) > 3 else None, **options)
     tracked = [x for x, g in zip(inputs, grads) if g]
@@ -364,7 +368,7 @@ def _attention(
     grouped = q.shape[1] != k.shape[1]
 
     def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """The soft-capped score. The cap is read from a table, because a number would be compiled in."""
+        """Returns the soft-capped score. The cap is read from a table, because a number would be compiled in."""
         assert cap is not None
         return cap[h] * torch.tanh(score / cap[h])
 
@@ -381,5 +385,7 @@ def _attention(
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    """The kernel, compiled for any length. fullgraph: a graph break would run it uncompiled and store all scores."""
+    """Returns the kernel, compiled for any length. fullgraph: a graph break would run it uncompiled and store all
+    scores.
+    """
     return torch.compile(_attention, dynamic=True, fullgraph=True)

@@ -94,7 +94,7 @@ def token_stats(
 
 
 def head_states(loaded: LoadedModel, micro: MicroBatch, temperature: float = 1.0) -> HeadStates:
-    """The hidden states and the linear head that give the logits of a micro-batch's targets.
+    """Returns the hidden states and the linear head that give the logits of a micro-batch's targets.
 
     Args: loaded: the model. micro: the micro-batch. temperature: the logits are divided by it.
     Raises: ConfigError: a packed micro-batch for a model that is not packable; a model without a linear head.
@@ -191,7 +191,7 @@ def model_stats(
 
 
 def _inputs(micro: MicroBatch) -> dict[str, object]:
-    """The keyword arguments of the forward pass."""
+    """Returns the keyword arguments of the forward pass."""
     if micro.layout is None:
         return {"input_ids": micro.input_ids, "attention_mask": micro.attention_mask, "use_cache": False}
     return {
@@ -260,7 +260,7 @@ def _turn_positions(micro: MicroBatch) -> Tensor:
 
 
 def _first_places(micro: MicroBatch, vocab: int) -> tuple[Tensor, Tensor]:
-    """The data of a repetition penalty, which tell whether a token occurs before a target in its sequence.
+    """Returns the data of a repetition penalty, which tell whether a token occurs before a target in its sequence.
 
     Returns: int32 [n V], the place where each token first occurs in each sequence, prefix included (past the end if it
         does not occur); long [s], the place of each target in its sequence.

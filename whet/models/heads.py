@@ -42,7 +42,7 @@ class Head:
         return self.kind in ("identity", "scale", "softcap")
 
     def logits(self, products: Tensor) -> Tensor:
-        """The logits from W h + b, for sampling and training alike: converted to fp32 first.
+        """Returns the logits from W h + b, for sampling and training alike: converted to fp32 first.
 
         transformers scales and caps in the model's dtype; in bf16 that rounds every logit once more than here.
         Args: products: [n V], in the model's dtype.
@@ -103,7 +103,7 @@ def detect_head(module: nn.Module) -> Head:
 
 
 def has_score_head(module: nn.Module) -> bool:
-    """Whether a model is a critic or a reward model: it has a score head, and no LM head.
+    """Returns whether a model is a critic or a reward model: it has a score head, and no LM head.
 
     Args: module: a model of transformers.
 
@@ -117,7 +117,7 @@ def has_score_head(module: nn.Module) -> bool:
 
 
 def score_layer(module: nn.Module) -> nn.Linear | None:
-    """The layer [1 D] that computes a score from the last hidden state; None = the model has none.
+    """Returns the layer [1 D] that computes a score from the last hidden state; None = the model has none.
 
     Args: module: a model of transformers.
     Raises: ConfigError: a classifier with several labels, or with a head that is not one linear layer.

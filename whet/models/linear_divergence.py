@@ -35,14 +35,14 @@ class HeadStates:
     projection: Projection = field(default_factory=Projection)
 
     def first_ids(self, size: int) -> HeadStates:
-        """The same head over the first `size` token ids."""
+        """Returns the same head over the first `size` token ids."""
         if len(self.weight) <= size:
             return self
         bias = None if self.bias is None else self.bias[:size]
         return HeadStates(self.hidden, self.weight[:size], bias, self.projection)
 
     def logprobs(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """The logits and the log-softmax of some rows: [rows V] each."""
+        """Returns the logits and the log-softmax of some rows: [rows V] each."""
         z = self.projection.logits(self.hidden[rows], self.weight, self.bias)
         return z, z.log_softmax(1)
 
@@ -50,7 +50,7 @@ class HeadStates:
 def linear_divergence(
     policy: HeadStates, teacher: HeadStates, *, gkd_beta: float = 0.5, chunk_bytes: int = CHUNK_BYTES
 ) -> Tensor:
-    """The generalised Jensen-Shannon divergence of each row's distribution from a teacher's.
+    """Returns the generalised Jensen-Shannon divergence of each row's distribution from a teacher's.
 
     Dᵢ = generalized_jsd(log p, log q, β), where p and q are the softmax of each head's logits z. If one vocabulary is
     padded further than the other, the ids that only one model has are left out.
@@ -107,7 +107,7 @@ class _LinearDivergence(torch.autograd.Function):
 
 
 def _unpack(tensors: Any, options: tuple[Projection, Projection, float, int]) -> tuple[Any, Any, float, int]:
-    """The policy, the teacher, β and the rows of a chunk."""
+    """Returns the policy, the teacher, β and the rows of a chunk."""
     policy_projection, teacher_projection, beta, size = options
     policy = HeadStates(*tensors[:3], policy_projection)  # pyright: ignore
     return policy, HeadStates(*tensors[3:], teacher_projection), beta, size  # pyright: ignore

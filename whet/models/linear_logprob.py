@@ -57,7 +57,8 @@ def linear_stats(
     chunk_bytes: int = CHUNK_BYTES,
     max_kept_bytes: int = CHUNK_BYTES,
 ) -> TokenStats:
-    """The log-probability of each target under the softmax of a linear head, and statistics of that distribution.
+    """Returns the log-probability of each target under the softmax of a linear head, and statistics of that
+    distribution.
 
     zᵢ = cap(scale · (W hᵢ + b)) / τ, where cap(x) = c tanh(x / c) with a softcap c, and cap(x) = x without;
     log π(yᵢ) = zᵢ[yᵢ] − ls(zᵢ) and H = ls(zᵢ) − Σⱼ pⱼ zᵢ[j], ls the log-sum-exp, p = softmax(zᵢ), y the targets.
@@ -95,7 +96,7 @@ def linear_stats(
 
 
 def linear_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """The log-probabilities of linear_stats, and its entropies with entropy=True.
+    """Returns the log-probabilities of linear_stats, and its entropies with entropy=True.
 
     Args: see linear_stats.
     Returns: ([s], [s] or None).

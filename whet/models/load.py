@@ -171,7 +171,7 @@ def _apply_adapter(
 
 
 def _find_saved_adapter(model: str | Path | nn.Module, lora: LoraConfig | None, role: str) -> SavedAdapter | None:
-    """The adapter in a folder or under a hub name. Raises ConfigError: `lora` would add a second adapter."""
+    """Returns the adapter in a folder or under a hub name. Raises ConfigError: `lora` would add a second adapter."""
     saved = None if isinstance(model, nn.Module) else find_adapter(adapter_folder(str(model)))
     if saved is not None and lora is not None:
         raise ConfigError(
@@ -201,7 +201,7 @@ def _prepare_module(
     device: torch.device,
     trust_remote_code: bool,
 ) -> PretrainedModule:
-    """The module, in train mode, without dropout and on its device; a folder or hub name is read first."""
+    """Returns the module, in train mode, without dropout and on its device; a folder or hub name is read first."""
     if quantization is not None and isinstance(model, nn.Module):
         raise ConfigError(f"{role}.quantization can't be applied to a module in memory; give a folder or a hub name")
     bits = None if quantization is None else quantization_config(quantization, device)
@@ -227,7 +227,7 @@ def _prepare_module(
 
 
 def _read_adapter_base(saved: SavedAdapter, role: str, reader: Callable[[str], PretrainedModule]) -> PretrainedModule:
-    """The base model of an adapter, with the weight of the score head that was saved with the adapter."""
+    """Returns the base model of an adapter, with the weight of the score head that was saved with the adapter."""
     if saved.score is not None and saved.fields.get("task_type") == "SEQ_CLS" and role not in ("critic", "reward"):
         raise ConfigError(
             f"{saved.path!r} is the adapter of a critic or a reward model: it has a score head and no LM head; it "
@@ -244,7 +244,7 @@ def _read_adapter_base(saved: SavedAdapter, role: str, reader: Callable[[str], P
 
 
 def _add_heads(module: PreTrainedModel, weight: Tensor | None, role: str, name: str, both: bool) -> PreTrainedModel:
-    """The module with the heads of its role.
+    """Returns the module with the heads of its role.
 
     Args: weight: [1 D], a saved score head; None = there is none. both: add a score head next to the LM head.
     """
@@ -264,7 +264,8 @@ def _add_heads(module: PreTrainedModel, weight: Tensor | None, role: str, name: 
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """The torch device with this name. Raises ConfigError: the name is unknown, or the machine has no such device.
+    """Returns the torch device with this name. Raises ConfigError: the name is unknown, or the machine has no such
+    device.
 
     >>> check_device("cpu")
     device(type='cpu')

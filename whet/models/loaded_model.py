@@ -91,7 +91,7 @@ class LoadedModel:
         return int(self.module.get_input_embeddings().weight.shape[0])  # pyright: ignore
 
     def base_view(self) -> LoadedModel:
-        """The same module with its adapter off: a reference that needs no memory of its own.
+        """Returns the same module with its adapter off: a reference that needs no memory of its own.
 
         The view is read-only: its worker neither freezes nor casts the module, which its owner continues to train.
         Raises: ConfigError: there is no adapter, so the view would be the trained model itself.
@@ -101,7 +101,8 @@ class LoadedModel:
         return dataclasses.replace(self, is_view=True)
 
     def snapshot_view(self) -> LoadedModel:
-        """The model as it is now, for as long as the owner trains the adapter: the reference of an actor with LoRA.
+        """Returns the model as it is now, for as long as the owner trains the adapter: the reference of an actor with
+        LoRA.
 
         If the adapter is untrained, the view is the base with the adapter off, bit for bit. Otherwise it copies the
         adapter. It also copies modules that are trained in full, but never the frozen base.

@@ -52,6 +52,7 @@ __all__ = [
     "load_adapter_weights",
     "merged_model",
     "save_adapter",
+    "save_adapter_config",
 ]
 
 logger = logging.getLogger("whet")
@@ -102,7 +103,7 @@ class SavedAdapter:
 
 
 def find_adapter(path: str) -> SavedAdapter | None:
-    """The adapter in a folder or under a hub name; None = there is none.
+    """Returns the adapter in a folder or under a hub name; None = there is none.
 
     Raises: ConfigError: its files can't be read, it is not plain LoRA, the folder also holds the weights of a model, or
         the adapter does not name its base model.
@@ -153,7 +154,7 @@ def find_adapter(path: str) -> SavedAdapter | None:
 
 
 def _cached_file(path: str, name: str) -> str | None:
-    """The path of a file in a folder or under a hub name; None = there is no such file."""
+    """Returns the path of a file in a folder or under a hub name; None = there is no such file."""
     return cached_file(path, name, **MISSING_IS_NONE)
 
 
@@ -342,7 +343,7 @@ def check_adapter(module: PreTrainedModel) -> None:
 
 
 def adapter_tensors(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The tensors of an adapter's file: A and B of each layer, and every other trained parameter.
+    """Returns the tensors of an adapter's file: A and B of each layer, and every other trained parameter.
 
     Args: module: a model with an adapter.
     Returns: PEFT's name without its prefix -> the parameter. A shared parameter is listed under each of its names.
@@ -412,6 +413,11 @@ def save_adapter(module: PreTrainedModel, folder: Path, masters: Mapping[str, Te
     parameters = {f"{PREFIX}{n}": by_id.get(id(p), p).detach() for n, p in adapter_tensors(module).items()}
     tensors = {name: t.cpu().contiguous().clone() for name, t in parameters.items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    save_adapter_config(module, folder)
+
+
+def save_adapter_config(module: PreTrainedModel, folder: Path) -> None:
+    """Writes an adapter's settings in PEFT's format. Args: module: a model with an adapter. folder: an existing one."""
     adapter = Adapter.from_module(module)
     assert adapter is not None
     config = copy.deepcopy(module.peft_config[adapter.name])  # pyright: ignore
@@ -428,7 +434,7 @@ def save_adapter(module: PreTrainedModel, folder: Path, masters: Mapping[str, Te
 
 @torch.no_grad()
 def merged_model(module: PreTrainedModel, masters: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
-    """A copy of a model with its adapter merged: a plain model on the CPU, with the weights W + s B A in fp32.
+    """Returns a copy of a model with its adapter merged: a plain model on the CPU, with the weights W + s B A in fp32.
 
     Args: module: a model with an adapter; it does not change. masters: fp32 tensors that replace parameters, by the
         parameters' names.

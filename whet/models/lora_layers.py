@@ -86,7 +86,7 @@ class Adapter:
 
     @classmethod
     def from_module(cls, module: nn.Module) -> Adapter | None:
-        """The adapter of a module; None = it has none.
+        """Returns the adapter of a module; None = it has none.
 
         >>> Adapter.from_module(nn.Linear(2, 2)) is None
         True
@@ -95,7 +95,7 @@ class Adapter:
         return cls(layers) if layers else None
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The adapter's own parameters, without those of the base layers."""
+        """Yields the adapter's own parameters, without those of the base layers."""
         for layer in self.layers.values():
             base = {id(p) for p in layer.get_base_layer().parameters()}
             yield from (p for p in layer.parameters() if id(p) not in base)
@@ -117,7 +117,7 @@ class Adapter:
         return [layer for layer in self.layers.values() if isinstance(layer, LoraLayer)]
 
     def is_untrained(self) -> bool:
-        """Whether the model equals its base: B is 0 in each layer, as in a new adapter."""
+        """Returns whether the model equals its base: B is 0 in each layer, as in a new adapter."""
         layers = self._lora()
         return len(layers) == len(self.layers) and not any(
             bool(gather_full_tensor(p).any()) for x in layers for p in x.lora_B.parameters()
@@ -172,7 +172,7 @@ class Adapter:
 
 
 def is_adapter_layer(layer: nn.Module) -> bool:
-    """Whether PEFT has wrapped this layer. False if PEFT was never imported.
+    """Returns whether PEFT has wrapped this layer. False if PEFT was never imported.
 
     >>> is_adapter_layer(nn.Linear(2, 2))
     False
@@ -185,7 +185,7 @@ def is_adapter_layer(layer: nn.Module) -> bool:
 
 
 def plain_linear(layer: nn.Module) -> nn.Linear | None:
-    """The linear layer behind a plain or LoRA layer; None = it computes something else.
+    """Returns the linear layer behind a plain or LoRA layer; None = it computes something else.
 
     Args: layer: any module.
     Returns: the layer itself if it is a plain linear layer, the base layer if it has plain LoRA, else None.
@@ -233,7 +233,7 @@ def _add_low_rank(weight: Tensor, layer: Any) -> Tensor:
 
 
 def _active_names(layer: Any) -> list[str]:
-    """The names of the adapters that a layer adds to its base."""
+    """Returns the names of the adapters that a layer adds to its base."""
     if layer.merged or layer.disable_adapters:
         return []
     return [name for name in layer.active_adapters if name in layer.lora_A]  # some are only in other layers
@@ -241,7 +241,7 @@ def _active_names(layer: Any) -> list[str]:
 
 @torch.no_grad()
 def lora_factors(layer: nn.Module) -> tuple[Tensor, Tensor, float] | None:
-    """The factors A [r I], B [O r] and s that a layer adds to its base; None = it adds nothing.
+    """Returns the factors A [r I], B [O r] and s that a layer adds to its base; None = it adds nothing.
 
     Several adapters are concatenated. The B of each is scaled, so that one s is right for all.
     Args: layer: a layer for which `plain_linear` is not None.
@@ -263,7 +263,7 @@ def lora_factors(layer: nn.Module) -> tuple[Tensor, Tensor, float] | None:
 
 
 def base_parameters(module: nn.Module) -> dict[str, tuple[nn.Parameter, Any]]:
-    """The parameters of a model without its adapters, under the names that they have in the base model.
+    """Returns the parameters of a model without its adapters, under the names that they have in the base model.
 
     Args: module: any model. Returns: name -> (the parameter, the layer that adds an adapter to it, or None). A shared
         parameter is listed under each of its names.

@@ -27,7 +27,7 @@ MIN_MULTIPLICATIONS = 100_000_000
 
 @functools.cache
 def onednn_unsupported_reason() -> str | None:
-    """Why fp32 products use torch's default library; None = they use oneDNN.
+    """Returns why fp32 products use torch's default library; None = they use oneDNN.
 
     oneDNN is faster if the default library is MKL and the processor is AMD's with AVX-512, because MKL has no AVX-512
     kernels for AMD. On Zen 5 (see `has_full_width_avx512`) oneDNN is 2.1 times faster. On earlier processors it is 1.12
@@ -84,7 +84,7 @@ def weight_grad(grad: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
 
 @functools.cache
 def has_full_width_avx512() -> bool:
-    """Whether the processor computes with full AVX-512 registers; MKL uses half of them.
+    """Returns whether the processor computes with full AVX-512 registers; MKL uses half of them.
 
     AMD's processors do since family 26 (Zen 5). There, oneDNN is twice as fast as MKL at every product, and the native
     kernel is as fast for the gradients of weights, for which oneDNN copies both factors. Earlier processors split a

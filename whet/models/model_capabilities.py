@@ -65,7 +65,7 @@ class _TwinSpec:
 
 
 def find_capabilities(module: PreTrainedModel, name: str) -> ModelCapabilities:
-    """The capabilities of a model. If its twin can be tested, its own weights are not run.
+    """Returns the capabilities of a model. If its twin can be tested, its own weights are not run.
 
     Args: module: a causal language model or a sequence classifier of transformers with its own attention, on any
         device, including the meta device. name: for messages.
@@ -90,7 +90,7 @@ def find_capabilities(module: PreTrainedModel, name: str) -> ModelCapabilities:
 
 
 def probe_capabilities(module: PreTrainedModel, name: str) -> ModelCapabilities:
-    """The capabilities found by running the module itself. Args, Raises: see find_capabilities.
+    """Returns the capabilities found by running the module itself. Args, Raises: see find_capabilities.
 
     A critic has no logits to compare. If it was modified, it trains padded.
     """
@@ -102,7 +102,7 @@ def probe_capabilities(module: PreTrainedModel, name: str) -> ModelCapabilities:
 
 
 def _plan_twin(module: PreTrainedModel) -> _TwinSpec | None:
-    """The twin's class and configuration."""
+    """Returns the twin's class and configuration."""
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(module.config), None) if has_score_head(module) else type(module)
     if cls is None:
         return None
@@ -129,7 +129,7 @@ def _plan_twin(module: PreTrainedModel) -> _TwinSpec | None:
 
 
 def _choose_layers(kinds: list[Any]) -> list[int]:
-    """The first layer of each kind; if these are fewer than two, also the first of the remaining layers."""
+    """Returns the first layer of each kind; if these are fewer than two, also the first of the remaining layers."""
     first = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
     rest = [i for i in range(len(kinds)) if i not in first]
     return sorted(first + rest[: max(0, TWIN_LAYERS - len(first))])
@@ -142,7 +142,7 @@ def _twin_capabilities(twin: _TwinSpec) -> ModelCapabilities:
 
 
 def _make_twin(twin: _TwinSpec) -> PreTrainedModel:
-    """A small random model with the same code, on the CPU, in train mode and in the dtype of the model.
+    """Returns a small random model with the same code, on the CPU, in train mode and in the dtype of the model.
 
     Its weights are so large that caps and scales have a visible effect.
     """
@@ -158,7 +158,7 @@ def _make_twin(twin: _TwinSpec) -> PreTrainedModel:
 
 
 def _is_unmodified(module: PreTrainedModel) -> bool:
-    """Whether a model has the layers and sizes of its class and configuration, and no hooks.
+    """Returns whether a model has the layers and sizes of its class and configuration, and no hooks.
 
     Adapters are ignored: they change the output of a layer, and not its arguments.
     """
@@ -175,13 +175,13 @@ def _is_unmodified(module: PreTrainedModel) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _class_structure(model: _TwinSpec) -> dict[str, object]:
-    """The structure of a class with a full-size configuration; cached, because several roles need it."""
+    """Returns the structure of a class with a full-size configuration; cached, because several roles need it."""
     with torch.device("meta"):
         return _structure(model.cls(copy.deepcopy(model.config)))
 
 
 def _structure(module: PreTrainedModel) -> dict[str, object]:
-    """The classes of all modules and the shapes of all parameters, by their names without adapters."""
+    """Returns the classes of all modules and the shapes of all parameters, by their names without adapters."""
     adapter = Adapter.from_module(module)
     adapter_ids = set() if adapter is None else {id(p) for p in adapter.parameters()}
     wrapped = set() if adapter is None else set(adapter.layers)
@@ -197,7 +197,7 @@ def _structure(module: PreTrainedModel) -> dict[str, object]:
 
 
 def _layout_obstacles(module: PreTrainedModel) -> tuple[str, ...]:
-    """The properties of a model's configuration for which it can't run a layout; empty = none."""
+    """Returns the properties of a model's configuration for which it can't run a layout; empty = none."""
     config = vars(module.config)
     reasons = []
     if not module._can_set_attn_implementation():

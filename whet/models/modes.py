@@ -41,7 +41,7 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 def max_positions(module: nn.Module) -> int | None:
-    """The most positions of a model.
+    """Returns the most positions of a model.
 
     Args: module: a model of transformers.
     Returns: max_position_embeddings of its config, or its equivalent, less the virtual tokens of a learned prompt;

@@ -25,7 +25,7 @@ BF16_WIDTH = 128
 
 
 def compute_dtype(name: str, loaded: LoadedModel, device: torch.device | None = None) -> torch.dtype:
-    """The compute dtype of a model.
+    """Returns the compute dtype of a model.
 
     Args: name: "float32", "bfloat16" or "auto". "auto" is bf16 on a GPU with bf16 hardware, and on a CPU with AVX-512
         BF16 or AMX for a model of width 128 or more; otherwise it is fp32. loaded: the model. device: that it will
@@ -42,7 +42,7 @@ def compute_dtype(name: str, loaded: LoadedModel, device: torch.device | None = 
 
 
 def auto_dtype(device: torch.device, width: int) -> torch.dtype:
-    """The dtype that "auto" chooses. Args: device: the model's device. width: its hidden size."""
+    """Returns the dtype that "auto" chooses. Args: device: the model's device. width: its hidden size."""
     if device.type == "cuda":
         hardware = torch.cuda.is_bf16_supported(including_emulation=False)
     else:

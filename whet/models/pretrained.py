@@ -54,7 +54,7 @@ MAX_NAMES_SHOWN = 3
 
 
 def adapter_folder(path: str) -> str:
-    """The folder or hub name where an adapter would be. Raises: ConfigError: see model_folder and check_hub."""
+    """Returns the folder or hub name where an adapter would be. Raises: ConfigError: see model_folder and check_hub."""
     folder = model_folder(path)
     check_hub(folder)
     return folder
@@ -241,7 +241,7 @@ def _check_stored_dtypes(path: str, config: PretrainedConfig) -> None:
 def _load_weights(
     path: str, config: PretrainedConfig, dtype: torch.dtype, kind: Any, extra: Mapping[str, Any]
 ) -> tuple[PreTrainedModel, Mapping[str, Iterable[Any]]]:
-    """The module with its weights, and transformers' report on their names."""
+    """Returns the module with its weights, and transformers' report on their names."""
     try:
         return kind.from_pretrained(
             path,
@@ -297,12 +297,12 @@ def _check_weights(module: PreTrainedModel, info: Mapping[str, Iterable[Any]], p
 
 
 def _join_names(names: list[str]) -> str:
-    """The first few names, for a message."""
+    """Returns the first few names, for a message."""
     return ", ".join(names[:MAX_NAMES_SHOWN]) + (" ..." if len(names) > MAX_NAMES_SHOWN else "")
 
 
 def _read_score_head(path: str, name: str, width: int) -> Tensor:
-    """The [1 D] score head of a saved critic. Args: name: its tensor's name. width: D."""
+    """Returns the [1 D] score head of a saved critic. Args: name: its tensor's name. width: D."""
     file = "model.safetensors"
     index = cached_file(path, f"{file}.index.json", _raise_exceptions_for_missing_entries=False)
     tensors: dict[str, Tensor] = {}

@@ -33,7 +33,9 @@ class Projection:
     softcap: float | None = None
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The logits [s V], in fp32 or float64: Head.logits / temperature, in one buffer and with fewer roundings."""
+        """Returns the logits [s V], in fp32 or float64: Head.logits / temperature, in one buffer and with fewer
+        roundings.
+        """
         z = to_fp32(linear(hidden, weight, bias))
         if self.softcap is not None:
             return z.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
@@ -83,7 +85,7 @@ class HeadGrads:
             self._weight += weight_grad(d, hidden[rows])
 
     def sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of hidden, weight and bias in their dtypes; None for those that are not needed."""
+        """Returns the gradients of hidden, weight and bias in their dtypes; None for those that are not needed."""
         _, weight, bias = self._inputs
         if self._weight is None and self._needs_weight:
             self._weight = torch.zeros_like(weight)

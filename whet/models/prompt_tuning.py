@@ -44,7 +44,7 @@ KINDS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 
 
 def is_prompt_tuned(model: object) -> bool:
-    """Whether a model is a PEFT model with a learned prompt.
+    """Returns whether a model is a PEFT model with a learned prompt.
 
     >>> is_prompt_tuned(nn.Linear(2, 2))
     False
@@ -57,7 +57,7 @@ def is_prompt_tuned(model: object) -> bool:
 
 
 def num_virtual_tokens(model: Any) -> int:
-    """The number of positions before each row that a learned prompt takes; 0 for other models.
+    """Returns the number of positions before each row that a learned prompt takes; 0 for other models.
 
     >>> num_virtual_tokens(nn.Linear(2, 2))
     0
@@ -81,7 +81,7 @@ class PromptAdapter(Adapter):
         vars(model)["get_decoder"] = lambda: self.states
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of the prompt's encoder."""
+        """Returns the parameters of the prompt's encoder."""
         return self.model.prompt_encoder.parameters()
 
     @property
@@ -90,7 +90,7 @@ class PromptAdapter(Adapter):
         return self.model.active_adapter
 
     def is_untrained(self) -> bool:
-        """Whether the prompt is untrained, so the reference is the model without it."""
+        """Returns whether the prompt is untrained, so the reference is the model without it."""
         return self.new
 
     @contextmanager
@@ -103,7 +103,7 @@ class PromptAdapter(Adapter):
             self.on = was_on
 
     def states(self, input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> Any:
-        """The decoder's output for some rows, without the virtual tokens.
+        """Returns the decoder's output for some rows, without the virtual tokens.
 
         Args: input_ids, attention_mask: [B T]. kwargs: for the decoder.
         """
@@ -149,7 +149,7 @@ def prompt_in_generate(model: Any) -> Iterator[None]:
 
 
 def _cache_name(module: nn.Module) -> str:
-    """The name of the argument that takes the cache: `cache` from transformers 5.24 on."""
+    """Returns the name of the argument that takes the cache: `cache` from transformers 5.24 on."""
     return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 

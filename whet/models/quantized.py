@@ -41,7 +41,7 @@ def quantization_config(kind: str, device: torch.device) -> Any:
 
 
 def is_quantized_layer(layer: nn.Module) -> bool:
-    """Whether a layer has a 4-bit weight. False if bitsandbytes was never imported.
+    """Returns whether a layer has a 4-bit weight. False if bitsandbytes was never imported.
 
     >>> is_quantized_layer(nn.Linear(2, 2))
     False
@@ -51,12 +51,12 @@ def is_quantized_layer(layer: nn.Module) -> bool:
 
 
 def quantized_layer_names(module: nn.Module) -> list[str]:
-    """The names of the layers with 4-bit weights."""
+    """Returns the names of the layers with 4-bit weights."""
     return [name for name, layer in module.named_modules() if is_quantized_layer(layer)]
 
 
 def dequantize(p: Tensor) -> Tensor:
-    """A parameter as a plain tensor: itself, or its dequantized 4-bit weight.
+    """Returns a parameter as a plain tensor: itself, or its dequantized 4-bit weight.
 
     >>> dequantize(weight := torch.ones(2)) is weight
     True

@@ -16,7 +16,7 @@ PROBE_LENGTH = 24
 
 
 def probe_tokens(vocabulary: int, positions: int | None = None) -> list[int]:
-    """The ids of the prompt; neighbours differ.
+    """Returns the ids of the prompt; neighbours differ.
 
     Args: vocabulary: size of the vocabulary. positions: the model's limit; the prompt leaves room for one more token.
 
@@ -27,7 +27,7 @@ def probe_tokens(vocabulary: int, positions: int | None = None) -> list[int]:
 
 
 def tolerance_for(dtype: torch.dtype, limits: Mapping[str, float]) -> float:
-    """The limit for a dtype: limits["half"] for 16 bits, limits["wide"] for more.
+    """Returns the limit for a dtype: limits["half"] for 16 bits, limits["wide"] for more.
 
     >>> limits = {"wide": 1e-4, "half": 5e-2}
     >>> tolerance_for(torch.bfloat16, limits), tolerance_for(torch.float64, limits)

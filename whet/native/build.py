@@ -102,7 +102,7 @@ def load_library(source: str) -> Library | Unavailable:
 
 
 def kernels_enabled() -> bool:
-    """Whether WHET_NATIVE enables the kernels; unset, it does. Raises: ConfigError: an invalid value."""
+    """Returns whether WHET_NATIVE enables the kernels; unset, it does. Raises: ConfigError: an invalid value."""
     word = os.environ.get("WHET_NATIVE", "")
     if word.lower() not in (*ON, *OFF):
         raise ConfigError(f"WHET_NATIVE={word} in the environment must be 1 or 0; set it to 0 to disable the kernels")
@@ -121,7 +121,9 @@ def load_functions(source: str, make: Callable[[Library], K]) -> K | Unavailable
 
 
 def unsupported_cpu() -> Unavailable | None:
-    """Why the kernels of training are disabled: they are untested on this kind of processor; None = they are on."""
+    """Returns why the kernels of training are disabled: they are untested on this kind of processor; None = they are
+    on.
+    """
     machine = platform.machine()
     is_tested = machine in ("x86_64", "AMD64")
     return None if is_tested else Unavailable(f"disabled on {machine}: untested there")
@@ -134,7 +136,8 @@ def log_fallback(name: str, reason: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Where built kernels are kept: whet/ in $XDG_CACHE_HOME, or in ~/.cache. Raises: OSError: there is no home.
+    """Returns where built kernels are kept: whet/ in $XDG_CACHE_HOME, or in ~/.cache. Raises: OSError: there is no
+    home.
 
     A relative $XDG_CACHE_HOME counts as unset, as its specification says: the files are loaded as code, and others may
     be able to write in the working folder.
@@ -153,18 +156,18 @@ def cache_folder() -> Path:
 
 
 def _openmp() -> str | None:
-    """The GNU OpenMP library that torch has loaded; callers have imported torch."""
+    """Returns the GNU OpenMP library that torch has loaded; callers have imported torch."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     return next((path for line in maps if "libgomp" in (path := line.split(maxsplit=5)[-1])), None)
 
 
 def _run(*command: str) -> str:
-    """The standard output of a command. Raises: OSError, SubprocessError."""
+    """Returns the standard output of a command. Raises: OSError, SubprocessError."""
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_S).stdout
 
 
 def _load_or_build(source: str, compiler: list[str], version: str) -> ctypes.CDLL:
-    """The library, after a build if it is not in the cache. Raises: OSError, SubprocessError."""
+    """Returns the library, after a build if it is not in the cache. Raises: OSError, SubprocessError."""
     sources = (x.read_text(encoding="utf-8") for x in sorted(SOURCE.iterdir()) if x.suffix in (".cpp", ".h"))
     parts = (*sources, version, shlex.join(compiler), " ".join(FLAGS), _processor())
     name = f"{source}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
@@ -192,7 +195,7 @@ def _load_or_build(source: str, compiler: list[str], version: str) -> ctypes.CDL
 
 
 def _load_cached(path: Path) -> ctypes.CDLL | None:
-    """A library of the cache; None = it is not there, or the file is damaged."""
+    """Returns a library of the cache; None = it is not there, or the file is damaged."""
     if path.exists() and _is_private(path):
         with contextlib.suppress(OSError):
             return ctypes.CDLL(str(path))
@@ -201,7 +204,7 @@ def _load_cached(path: Path) -> ctypes.CDLL | None:
 
 @contextlib.contextmanager
 def _build_lock(path: Path) -> Iterator[None]:
-    """A context in which no other process of this host builds a library for the same cache."""
+    """Returns a context in which no other process of this host builds a library for the same cache."""
     with contextlib.ExitStack() as stack:
         if path.is_absolute():  # else it is of this process only
             folder = os.open(path.parent, os.O_RDONLY)
@@ -212,12 +215,12 @@ def _build_lock(path: Path) -> Iterator[None]:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether no other user can write the file or folder; its content is loaded as code."""
+    """Returns whether no other user can write the file or folder; its content is loaded as code."""
     status = path.lstat()
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def _processor() -> str:
-    """The processor features that -march=native uses: machines with other processors may share a cache."""
+    """Returns the processor features that -march=native uses: machines with other processors may share a cache."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line for line in info if line.startswith(("flags", "Features"))), "") + platform.machine()

@@ -175,7 +175,7 @@ def decode_kernels() -> DecodeKernels | Unavailable:
 
 
 def unsupported_sizes(kernels: DecodeKernels, head: int, widths: set[int]) -> Unavailable | None:
-    """Why sizes don't fit the kernels. Args: head: D. widths: of rows. Returns: the reason; None = they fit."""
+    """Returns why sizes don't fit the kernels. Args: head: D. widths: of rows. Returns: the reason; None = they fit."""
     wrong = [f"head size {head}"] if head % kernels.lanes or head > MAX_HEAD_SIZE else []
     wrong += [f"width {x}" for x in sorted(widths) if x % kernels.lanes]
     return Unavailable(f"{', '.join(wrong)} is not a multiple of {kernels.lanes}, or too large") if wrong else None

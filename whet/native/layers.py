@@ -46,8 +46,8 @@ class LayerKernels:
             function.restype = None
 
     def fit(self, *tensors: Tensor) -> bool:
-        """Whether the kernels can process tensors: on a CPU, contiguous, all fp32 or all bf16, with rows of full
-        registers, and of one shape (a weight has the shape of one row).
+        """Returns whether the kernels can process tensors: on a CPU, contiguous, all fp32 or all bf16, with rows of
+        full registers, and of one shape (a weight has the shape of one row).
         """
         first = tensors[0]
         fits = first.shape[-1] % self.lanes == 0 and first.dtype in (torch.float32, torch.bfloat16)
@@ -101,7 +101,7 @@ class LayerKernels:
         return d_gate, grad, y
 
     def weight_grad(self, grad: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
-        """The gradient of a weight, gᵀ x, all contiguous and fp32.
+        """Returns the gradient of a weight, gᵀ x, all contiguous and fp32.
 
         Args: grad: [n O]. x: [n I]. into: [O I], to which the gradient is added; None = a new tensor. Returns: [O I].
         """

@@ -133,19 +133,19 @@ def segment_kernels() -> SegmentKernels | Unavailable:
 
 @functools.cache
 def _load_kernels() -> SegmentKernels | Unavailable:
-    """The kernels before their self-check."""
+    """Returns the kernels before their self-check."""
     return load_functions("segments", SegmentKernels)
 
 
 def _kernels() -> SegmentKernels:
-    """The kernels; callers have checked that they are available."""
+    """Returns the kernels; callers have checked that they are available."""
     kernels = _load_kernels()
     assert not isinstance(kernels, Unavailable), kernels
     return kernels
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> SegmentKernels | Unavailable:
-    """The kernels for tensors of a device and dtype, or why torch's operator is used instead.
+    """Returns the kernels for tensors of a device and dtype, or why torch's operator is used instead.
 
     >>> kernels_for(torch.device("cpu"), torch.float64)
     Unavailable(reason='there are none for float64 on cpu')
@@ -159,12 +159,14 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> SegmentKernels | Un
 
 @functools.cache
 def _matrix_instructions() -> bool:
-    """Whether the processor has AMX, which torch uses for products in bf16; torch's own function is private."""
+    """Returns whether the processor has AMX, which torch uses for products in bf16; torch's own function is private."""
     return "amx_bf16" in cpu_info()["flags"]
 
 
 def segments_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the kernels can't run a call. Args: q: [1 H T D]. k: [1 K T D]. v: [1 K T E]. Returns: None = they can."""
+    """Returns why the kernels can't run a call. Args: q: [1 H T D]. k: [1 K T D]. v: [1 K T E]. Returns: None = they
+    can.
+    """
     if not q.dtype == k.dtype == v.dtype:
         return f"queries, keys and values are {q.dtype}, {k.dtype} and {v.dtype}"
     kernels = kernels_for(q.device, q.dtype)
@@ -278,7 +280,7 @@ def _call(
     scale: float,
     window: int,
 ) -> _Call:
-    """The arguments of both forward and backward; the tensors must stay alive during the call."""
+    """Returns the arguments of both forward and backward; the tensors must stay alive during the call."""
     call = _Call(q.shape[1], k.shape[1], q.shape[2], v.shape[2], torch.get_num_threads(), 1, window, scale)
     call.key_blocks, call.query_blocks, call.padded_keys = len(keys), len(queries), padded_keys
     call.segments, call.keys, call.queries = (x.data_ptr() for x in (segments, keys, queries))
@@ -297,7 +299,7 @@ def _run(call: _Call, sums: Tensor, *, back: bool, half: bool) -> None:
 
 
 def _comparisons(_: SegmentKernels) -> Iterator[Comparison]:
-    """The kernels' output and gradients, and those of the formula."""
+    """Yields the kernels' output and gradients, and those of the formula."""
     generator = torch.Generator().manual_seed(0)
     lengths, parents, window = [37, 100, 5], [-1, 0, 1], 90
     tables = SegmentTables(lengths, parents, 2)

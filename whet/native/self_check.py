@@ -32,7 +32,7 @@ class Comparison(NamedTuple):
 
 
 def self_check(kernels: K | Unavailable, check: Callable[[K], Iterable[Comparison]]) -> K | Unavailable:
-    """The kernels if their results are correct, else the reason why they are not used.
+    """Returns the kernels if their results are correct, else the reason why they are not used.
 
     Args: kernels: from load_functions. check: yields the comparisons; it runs in a separate thread, which no hook, mode
         or grad state of the calling layer reaches. The first difference ends it.
@@ -52,7 +52,7 @@ def self_check(kernels: K | Unavailable, check: Callable[[K], Iterable[Compariso
 
 
 def allclose(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Whether max |actual - expected| <= tolerance · max |expected|; a NaN is a difference.
+    """Returns whether max |actual - expected| <= tolerance · max |expected|; a NaN is a difference.
 
     >>> import torch
     >>> allclose(torch.ones(2), torch.ones(2), 0.0), allclose(torch.full((2,), float("nan")), torch.ones(2), 1.0)

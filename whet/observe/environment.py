@@ -66,7 +66,7 @@ def read_environment(run_dir: str | Path | None) -> dict[str, Any]:
 
 
 def trained_dtype(model: str | Path) -> str | None:
-    """The dtype that a run's model was trained in; None = the path is not in the folder of a run.
+    """Returns the dtype that a run's model was trained in; None = the path is not in the folder of a run.
 
     Args: model: a run's folder, or a folder in it: final/, a checkpoint or its actor/.
 
@@ -87,7 +87,7 @@ _VARIABLES = ("OMP_", "MKL_NUM", "ATEN_", "CUDA_VISIBLE", "CUBLAS_WORKSPACE", "P
 
 @functools.cache
 def _version(name: str) -> str | None:
-    """A package's version, read once in a process; None = it is not installed."""
+    """Returns a package's version, read once in a process; None = it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

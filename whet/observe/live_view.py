@@ -35,7 +35,7 @@ _REDRAW_S = 0.5
 
 
 def make_progress(view: View, total: int | None, *, phase: Callable[[], str], **options: Any) -> Progress:
-    """The display of a run: a LiveView, a NotebookView, or plain lines.
+    """Returns the display of a run: a LiveView, a NotebookView, or plain lines.
 
     Args:
         view: "rich" = a LiveView in any case; "notebook" = a NotebookView; "lines" = lines; "auto" = a LiveView if
@@ -120,7 +120,7 @@ class LiveView(Progress):
         return f"{title}  {'━' * done}{'─' * (room - done)}  {tail}"
 
     def _cells(self, width: int) -> list[str]:
-        """The metrics, in two columns where the terminal is wide enough."""
+        """Returns the metrics, in two columns where the terminal is wide enough."""
         columns = 2 if width >= 70 else 1
         size = (width - _GAP * (columns - 1)) // columns
         curve = max(0, size - _NAME - _VALUE - 2)
@@ -170,7 +170,7 @@ class NotebookView(LiveView):
 
 
 def _in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook. It imports nothing: a kernel has IPython loaded."""
+    """Returns whether this process is the kernel of a notebook. It imports nothing: a kernel has IPython loaded."""
     python = sys.modules.get("IPython")
     return python is not None and getattr(python.get_ipython(), "kernel", None) is not None
 

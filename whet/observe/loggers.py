@@ -172,7 +172,7 @@ class _TrackedRun:
         raise NotImplementedError
 
     def _table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
-        """Completions as the service shows them."""
+        """Returns completions as the service shows them."""
         raise NotImplementedError
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -413,7 +413,9 @@ class Loggers:
         raise ConfigError(f"logger {item!r} has no log(step, values) and close(), and is not a function either")
 
     def _make_resumable(self, name: str, run_dir: Path, log_dir: Path, kwargs: Mapping[str, Any]) -> Logger:
-        """A logger that continues its service's run. The id of that run is in the run folder, in <name>-id.txt."""
+        """Returns a logger that continues its service's run. The id of that run is in the run folder, in
+        <name>-id.txt.
+        """
         id_file = make_writable_folder(run_dir, "trainer.run_dir") / f"{name}-id.txt"
         text = id_file.read_text(errors="replace").strip() if id_file.is_file() else ""
         run_id = text if re.fullmatch(r"[\w. -]{1,200}", text) else None
@@ -503,7 +505,7 @@ def _raise(error: ConfigError) -> None:
 
 
 def _table_rows(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The first completions of a step as table rows: texts, rewards and advantages."""
+    """Returns the first completions of a step as table rows: texts, rewards and advantages."""
     shown = {
         name: columns[name]
         for name in ("prompt", "completion", "reward", "advantage", "finish_reason")
@@ -517,18 +519,18 @@ def _table_rows(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """The names of the columns, and each row's values in their order."""
+    """Returns the names of the columns, and each row's values in their order."""
     columns = list(rows[0])
     return columns, [[row[column] for column in columns] for row in rows]
 
 
 def _mlflow_name(name: str) -> str:
-    """A metric or parameter name with the characters that MLflow allows."""
+    """Returns a metric or parameter name with the characters that MLflow allows."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
 def _start_error(item: Any, error: BaseException) -> str:
-    """The message for a logger that can't start."""
+    """Returns the message for a logger that can't start."""
     name = item if isinstance(item, str) else getattr(item, "__qualname__", item)
     known = (
         f"look at trainer.metrics_logging_options.backend_kwargs.{item}" if item in list(LOGGERS) else "fix the logger"

@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 
 
 def run_html(title: str, train: Sequence[Row], evaluations: Sequence[Row]) -> str:
-    """A run as HTML.
+    """Returns a run as HTML.
 
     Args: title: above the table. train, evaluations: its rows.
 
@@ -46,7 +46,7 @@ def run_html(title: str, train: Sequence[Row], evaluations: Sequence[Row]) -> st
 
 
 def table_html(title: str, cells: Sequence[Sequence[str]]) -> str:
-    """A table as HTML. Args: title: above the table. cells: the rows, with the column heads first."""
+    """Returns a table as HTML. Args: title: above the table. cells: the rows, with the column heads first."""
     head, *rows = [[html.escape(cell) for cell in row] for row in cells]
     rows_html = "<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"
     for first, *others in rows:
@@ -60,7 +60,7 @@ def _number(value: Any) -> str:
 
 
 def _curves(rows: Sequence[Row]) -> str:
-    """The curves as an image; "" if matplotlib is not installed or there is nothing to draw."""
+    """Returns the curves as an image; "" if matplotlib is not installed or there is nothing to draw."""
     if len(rows) < 2 or importlib.util.find_spec("matplotlib") is None:
         return ""
     with tempfile.TemporaryDirectory() as folder:

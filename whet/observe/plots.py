@@ -61,7 +61,7 @@ _COLUMNS = 4
 
 
 def metric_series(rows: Sequence[Mapping[str, Any]], names: Sequence[str], mode: str) -> tuple[list[int], list[float]]:
-    """The steps and values of a metric.
+    """Returns the steps and values of a metric.
 
     Args: rows: of metrics.jsonl. names: of the metric, in order of preference. mode: "train" or "eval".
     Returns: (steps, values) of the finite values; both empty if there are none.
@@ -142,7 +142,9 @@ def _panel(axes: Any, title: str, curves: Mapping[str, tuple[list[int], list[flo
 
 
 def _moving_mean(values: Sequence[float]) -> list[float]:
-    """An exponential moving mean over about a tenth of the values, so that it follows a short run closely too."""
+    """Returns an exponential moving mean over about a tenth of the values, so that it follows a short run
+    closely too.
+    """
     new = min(0.6, 2 / (1 + len(values) / 10))
     mean, out = values[0], []
     for value in values:

@@ -74,7 +74,7 @@ class StepProfiler:
             self._first = steps - 1
 
     def step(self, number: int) -> AbstractContextManager[None]:
-        """A context for a step, which profiles it if it is due.
+        """Returns a context for a step, which profiles it if it is due.
 
         Args: number: of the step, for file names. The options count from the first step of this process.
         """
@@ -224,7 +224,9 @@ def operation_costs(events: Iterable[Any]) -> list[OperationCost]:
 
 
 def _part(event: Any, known: dict[int, str]) -> str:
-    """The part of a phase that an event is in: the innermost of torch's own ranges around it; "" outside them."""
+    """Returns the part of a phase that an event is in: the innermost of torch's own ranges around it; ""
+    outside them.
+    """
     chain = []
     while event is not None and id(event) not in known:
         chain.append(event)
@@ -239,7 +241,7 @@ def _part(event: Any, known: dict[int, str]) -> str:
 
 
 def cost_table(costs: Iterable[OperationCost], rows: int = 10) -> str:
-    """A table of costs: phases in order, the most expensive operations of each.
+    """Returns a table of costs: phases in order, the most expensive operations of each.
 
     Args: costs: from `operation_costs`. rows: operations shown for each phase; the others are one line.
 

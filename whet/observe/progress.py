@@ -23,7 +23,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """A curve in one line of text.
+    """Returns a curve in one line of text.
 
     Args: values: in order; NaN is left out. width: of the text at most; a longer series is averaged in parts.
     Returns: one block character per part; the lowest block is the series' minimum, the highest its maximum.
@@ -42,7 +42,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 @functools.cache
 def terminal_console() -> Any:
-    """The console that log handler and bar share, so that they don't break each other's lines."""
+    """Returns the console that log handler and bar share, so that they don't break each other's lines."""
     from typing import cast
 
     from rich.console import Console
@@ -187,14 +187,14 @@ class Progress:
         return bar
 
     def _time_left(self, step: int) -> list[str]:
-        """The time left; [] if the number of steps is unknown."""
+        """Returns the time left; [] if the number of steps is unknown."""
         if self.total is None or step <= self.start:
             return []
         seconds = round((time.monotonic() - self._begun) / (step - self.start) * (self.total - step))
         return [f"{timedelta(seconds=seconds)} left"]
 
     def _with_curve(self, texts: list[str]) -> str:
-        """The text after the bar, with a curve after the first metric if the terminal is wide enough."""
+        """Returns the text after the bar, with a curve after the first metric if the terminal is wide enough."""
         room = terminal_console().width - _OTHER_COLUMNS - len(str(self.description)) - len("  ".join(texts))
         room -= _BAR_COLUMNS if terminal_console().width >= _MIN_WIDTH_FOR_BAR else 0
         curve = f" {sparkline(self._values, min(24, room))}" if room >= 6 else ""

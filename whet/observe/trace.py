@@ -29,7 +29,7 @@ log = logging.getLogger("whet")
 
 
 def trace_folder(options: Any, run_dir: str | Path | None) -> Path | None:
-    """The folder for a run's trace.json.
+    """Returns the folder for a run's trace.json.
 
     Args: options: PerfMetricsOptions, or None. run_dir: used if the options have no trace_dir.
     Returns: a folder that can be written; None = no timeline is wanted, or there is no folder for it.
@@ -127,7 +127,7 @@ class Trace:
         return self._failed or (opened[-1] if opened else "")
 
     def pop_times(self) -> dict[str, float]:
-        """The seconds of each name since the last call; resets the sums.
+        """Returns the seconds of each name since the last call; resets the sums.
 
         Returns: "time/<name>" -> seconds. A span inside another counts for both; inside a span of the same name it
             counts once.
@@ -136,7 +136,9 @@ class Trace:
         return {f"time/{name}": seconds for name, seconds in spent.items()}
 
     def events(self) -> list[dict[str, Any]]:
-        """The events of the timeline, in Chrome's trace format: spans by time, and the names of process and threads."""
+        """Returns the events of the timeline, in Chrome's trace format: spans by time, and the names of process and
+        threads.
+        """
         threads = {thread: number for number, thread in enumerate(self._names)}
         name = lambda what, thread, text: {
             "name": what, "ph": "M", "pid": self._rank, "tid": threads[thread], "args": {"name": text}

@@ -161,7 +161,7 @@ CORRECTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
-    """The share of the tokens that importance weights leave in effect.
+    """Returns the share of the tokens that importance weights leave in effect.
 
     ESS = (Σ w)² / (n Σ w²), over the n masked-in tokens: 1 where all weights are equal, 1/n where one has all weight.
     Args: weights [S], not negative. mask: Bool [S].
@@ -177,7 +177,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
 
 
 def mismatch_metrics(old_logprobs: Tensor, sampler_logprobs: Tensor, *, mask: Tensor) -> dict[str, float]:
-    """How far trainer and sampler are apart on the same tokens.
+    """Returns how far trainer and sampler are apart on the same tokens.
 
     Args: old_logprobs, sampler_logprobs [S], in nats. mask: Bool [S], True = sampled and trained.
     Returns: over the mask (0 where it is empty, but ess): sampler_trainer/logp_diff_mean, _max (of |log π_old − log
@@ -204,7 +204,7 @@ def mismatch_metrics(old_logprobs: Tensor, sampler_logprobs: Tensor, *, mask: Te
 
 
 def sampling_metrics(x: LossInputs, *, recorded: bool = True) -> dict[str, Tensor]:
-    """How far the current policy is from the sampler at each token, for the metrics of an update.
+    """Returns how far the current policy is from the sampler at each token, for the metrics of an update.
 
     With δ = log π − log π_sampler: sampling/sampling_logp_difference |δ|; sampling/kl_approx −δ, whose mean estimates
     KL(π_sampler‖π); sampling/kl_to_inference exp(−δ) + δ − 1, k3 of KL(π‖π_sampler); sampling/weight exp(δ) and its
@@ -240,7 +240,7 @@ def sampling_metrics(x: LossInputs, *, recorded: bool = True) -> dict[str, Tenso
 def weight_metrics(
     weights: Tensor, log_ratio: Tensor, *, mask: Tensor, threshold: float | None, lower: float | None
 ) -> dict[str, float]:
-    """The metrics of a correction's weights.
+    """Returns the metrics of a correction's weights.
 
     Args: weights [S]: of sampler_importance. log_ratio [S]: before its bounds. mask: Bool [S]. threshold, lower: the
         bounds, None = none.
@@ -285,7 +285,7 @@ def _inside(ratio: Tensor, lower: float | None, upper: float | None) -> Tensor:
 
 
 def _max(x: Tensor) -> Tensor:
-    """The largest, of numbers that are 0 where masked out; 0 of none."""
+    """Returns the largest, of numbers that are 0 where masked out; 0 of none."""
     return x.amax() if len(x) else x.new_zeros(())
 
 

@@ -24,7 +24,7 @@ _MUR2 = 0xC2B2AE35 - 2**32
 
 
 def hash_rng_key(seed: int, step: int, prompt: int, generation: int) -> int:
-    """The hash of an rng_key, which tells where in the run a completion stands.
+    """Returns the hash of an rng_key, which tells where in the run a completion stands.
 
     k₀ = 0, kᵢ = mix(kᵢ₋₁ xor aᵢ), a the four parts in order; mix(z) is splitmix64's finaliser of z + γ.
 
@@ -51,7 +51,7 @@ def hash_rng_key(seed: int, step: int, prompt: int, generation: int) -> int:
 
 
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
-    """The uniform number of each key and position.
+    """Returns the uniform number of each key and position.
 
     u = ⌊h / 2¹¹⌋ · 2⁻⁵³, h = mix(mix(k) xor t), k the key and t the position; mix as in hash_rng_key. The first round
     keeps plain keys apart: without it, (k=0, t=1) and (k=1, t=0) would be the same draw.
@@ -69,7 +69,8 @@ def uniform(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def keep_mask(keys: Tensor, width: int, p: float) -> Tensor:
-    """Which numbers of a matrix dropout keeps: each is dropped with probability p, rounded to a multiple of 2**-24.
+    """Returns which numbers of a matrix dropout keeps: each is dropped with probability p, rounded to a multiple of
+    2**-24.
 
     A number depends on the key of its row and on its column only. It has 32 bits, since a mask is as large as what it
     masks: mur(kᵢ xor cⱼ), with k and c the upper halves of mix(key) and mix(column).
@@ -110,5 +111,5 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 
 def _signed(x: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Returns the int64 with the same 64 bits."""
     return x - 2**64 if x >= 2**63 else x

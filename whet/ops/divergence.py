@@ -1,7 +1,7 @@
 """The divergence of two full distributions over a vocabulary.
 
-Dim legend: V vocabulary; "..." any leading dims. Left out on purpose: anything that avoids holding [tokens, V]; that
-belongs to the models, which call this a chunk of tokens at a time.
+It holds [tokens, V] in memory. The models bound that: they call it for a chunk of tokens at a time.
+Dim legend: V vocabulary; "..." any leading dims.
 """
 
 from __future__ import annotations

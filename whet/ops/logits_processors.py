@@ -100,7 +100,7 @@ def process_logits(
     keep: Tensor | None = None,
     allowed: Tensor | None = None,
 ) -> Tensor:
-    """The logits of the sampling distribution.
+    """Returns the logits of the sampling distribution.
 
     z' = penalise(z) / T where a token may be drawn, -inf elsewhere; softmax(z') is the sampling distribution.
 
@@ -142,7 +142,7 @@ def process_logits(
 
 
 def draw(logits: Tensor, u: Tensor) -> Tensor:
-    """One token per row by the inverse of its cumulative distribution, in the order of ids.
+    """Returns one token per row by the inverse of its cumulative distribution, in the order of ids.
 
     a = min {j : Σᵢ≤ⱼ pᵢ > u}, p = softmax(z), z the logits.
     Args: logits [n, V], already through process_logits. u: float64 [n] in [0, 1), one uniform number per row.
@@ -161,7 +161,7 @@ def draw(logits: Tensor, u: Tensor) -> Tensor:
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The likeliest token of each row; of equal ones the lowest id.
+    """Returns the likeliest token of each row; of equal ones the lowest id.
 
     Args: logits [n, V], already through process_logits.
     Returns: Long [n].
@@ -173,7 +173,7 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def allowed_tokens(bits: Tensor, vocabulary: int) -> Tensor:
-    """A packed mask, unpacked: token i is bit i mod 8, counted from the lowest, of byte i div 8.
+    """Returns a packed mask, unpacked: token i is bit i mod 8, counted from the lowest, of byte i div 8.
 
     Args: bits: uint8 [n, W]. vocabulary: V.
     Returns: Bool [n, V]; tokens past the end of the mask are not allowed; bits past V are ignored.

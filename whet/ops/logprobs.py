@@ -52,7 +52,8 @@ def entropy(logits: Tensor) -> Tensor:
 
 
 def log_sum_sq_probs(logits: Tensor) -> Tensor:
-    """How concentrated each row's distribution is: the log of the expected probability of a token drawn from it.
+    """Returns how concentrated each row's distribution is: the log of the expected probability of a token drawn from
+    it.
 
     log Σⱼ pⱼ², p = softmax(z), z the logits, j over the vocabulary: 0 where one token is certain, −log V where all are
     alike.
@@ -67,7 +68,7 @@ def log_sum_sq_probs(logits: Tensor) -> Tensor:
 
 
 def is_likeliest(logits: Tensor, ids: Tensor) -> Tensor:
-    """Whether the chosen token of each row is the likeliest; of equal ones the first is.
+    """Returns whether the chosen token of each row is the likeliest; of equal ones the first is.
 
     Args: logits [..., V]. ids [...]: Long, the chosen token of each row.
     Returns: Bool [...].

@@ -105,7 +105,7 @@ def token_weights(
     num_units: float | None = None,
     prompt: Tensor | None = None,
 ) -> Tensor:
-    """The weight of each token's loss in the aggregate of a whole optimizer step.
+    """Returns the weight of each token's loss in the aggregate of a whole optimizer step.
 
     With M = Σ m, n_i the trained tokens of unit i, U the units that have any: token-mean 1/M; sequence-mean-token-mean
     1/(n_i·U); sequence-mean-token-scale 1/(norm·U); seq-mean-token-sum 1/U; sequence-mean-token-sum-norm 1/norm;
@@ -144,7 +144,7 @@ def token_weights(
 
 
 def unit_weights(mask: Tensor, unit: Tensor, *, num_units: float | None = None) -> Tensor:
-    """The weight of each unit's loss in the aggregate of a whole optimizer step: a mean over units.
+    """Returns the weight of each unit's loss in the aggregate of a whole optimizer step: a mean over units.
 
     w_i = 1/U where unit i has a trained token, else 0; U the units that have one.
     Args: mask: Bool [S], True = trained. unit: Long [S], 0, 1, ...: the unit of each token (a pair, an episode).
@@ -162,7 +162,7 @@ def unit_weights(mask: Tensor, unit: Tensor, *, num_units: float | None = None) 
 
 
 def aggregate(loss: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of a loss per token, or per unit.
+    """Returns the weighted sum of a loss per token, or per unit.
 
     L = Σ w·l over the tokens (units) with w ≠ 0: a loss of NaN at a masked-out token is ignored.
     Args: loss [S]. weights [S], from token_weights. Of units: [U] both, from unit_weights.
@@ -207,5 +207,5 @@ def _units(mask: Tensor, unit: Tensor, num_units: float | None) -> Tensor:
 
 
 def _positive(value: object) -> bool:
-    """A finite real number above 0; a bool is none."""
+    """Returns a finite real number above 0; a bool is none."""
     return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf

@@ -28,7 +28,7 @@ __all__ = [
 
 
 def fp32_or_wider(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute sums and differences in: fp32, or float64 for float64.
+    """Returns the dtype to compute sums and differences in: fp32, or float64 for float64.
 
     >>> fp32_or_wider(torch.bfloat16), fp32_or_wider(torch.float64)
     (torch.float32, torch.float64)
@@ -37,7 +37,7 @@ def fp32_or_wider(dtype: torch.dtype) -> torch.dtype:
 
 
 def to_fp32(x: Tensor) -> Tensor:
-    """The numbers in fp32, or unchanged if they are float64, to compute sums and differences.
+    """Returns the numbers in fp32, or unchanged if they are float64, to compute sums and differences.
 
     Args: x: of any floating dtype.
 
@@ -48,7 +48,8 @@ def to_fp32(x: Tensor) -> Tensor:
 
 
 def masked_column(x: Tensor, mask: Tensor) -> Tensor:
-    """The numbers in fp32 or wider, and 0 where masked out, so that NaN there reaches neither a loss nor its gradient.
+    """Returns the numbers in fp32 or wider, and 0 where masked out, so that NaN there reaches neither a loss nor its
+    gradient.
 
     Args: x [S]. mask: Bool [S].
     Returns: [S], fp32 or wider.

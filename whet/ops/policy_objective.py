@@ -63,7 +63,7 @@ class PolicyObjective:
     """c, the weight of the entropy bonus; 0 = none."""
 
     def has(self, *functions: Callable[..., Tensor]) -> bool:
-        """Whether one of these functions is a factor, with or without bound keywords.
+        """Returns whether one of these functions is a factor, with or without bound keywords.
 
         >>> from functools import partial
         >>> PolicyObjective(factors=(partial(masked_column, mask=None),)).has(masked_column)
@@ -72,7 +72,7 @@ class PolicyObjective:
         return any(getattr(factor, "func", factor) in functions for factor in self.factors)
 
     def __call__(self, x: LossInputs) -> LossOutput:
-        """The loss and the metrics of every token."""
+        """Returns the loss and the metrics of every token."""
         result = self.surrogate(x)
         policy, metrics = result if isinstance(result, tuple) else (result, {})
         policy = _per_token("the policy loss", policy, x)

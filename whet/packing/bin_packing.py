@@ -55,7 +55,7 @@ class PassCost:
     """Multiply-adds of the head for one target."""
 
     def of(self, tokens: int, *, above: int = 0, targets: int = 0) -> int:
-        """The cost of a causal segment.
+        """Returns the cost of a causal segment.
 
         Args: tokens: of the segment. above: earlier tokens that it attends to and that are counted elsewhere.
             targets: of the segment.
@@ -86,7 +86,8 @@ Split = Callable[[Sequence[PackItem], int, int], list[list[PackItem]]]
 
 
 def model_cost(module: PreTrainedModel) -> PassCost:
-    """The cost of a model's forward pass: its matrices' entries per token, 2 · layers · heads · head size per pair.
+    """Returns the cost of a model's forward pass: its matrices' entries per token, 2 · layers · heads · head size per
+    pair.
 
     Args: module: a causal language model or critic. Of its experts, only as many count as a token is routed to.
     Returns: the PassCost; pair is 0 where the config names no attention heads.

@@ -83,7 +83,7 @@ class MicroBatch:
         return self.host or self
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same on a device, by one copy for which the host does not wait."""
+        """Returns the same on a device, by one copy for which the host does not wait."""
         if torch.device(device).type == "cpu":
             return self
         tensors: list[Tensor] = []
@@ -92,7 +92,7 @@ class MicroBatch:
         return dataclasses.replace(self._map_tensors(lambda x: next(moved)), host=self.on_host)
 
     def _map_tensors(self, fn: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """The same with fn(x) for each tensor x of its columns and of its layout, in one order."""
+        """Returns the same with fn(x) for each tensor x of its columns and of its layout, in one order."""
         columns = {f.name: vars(self)[f.name] for f in dataclasses.fields(self)}
         mapped = {name: fn(x) for name, x in columns.items() if isinstance(x, Tensor)}
         return dataclasses.replace(self, layout=self.layout and self.layout.map_tensors(fn), **mapped)

@@ -55,7 +55,7 @@ class _Work:
     """[N]: completion tokens that are run: all, or all but the last."""
 
     def run(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of sequence i that are run: its prefix, and its completion."""
+        """Returns the ids of sequence i that are run: its prefix, and its completion."""
         start = int(self.starts[i])
         return self.batch.prefix(i).numpy(), self.batch.tokens.numpy()[start : start + int(self.lengths[i])]
 
@@ -252,7 +252,7 @@ def _budgets(longest: int, unsplit: int, saturating_tokens: int | None, max_toke
 
 
 def _smallest_budget(budgets: Sequence[int], cost: Callable[[int], int]) -> int:
-    """The smallest token budget whose cost is at most MAX_REPEATED_SHARE above that of the cheapest budget."""
+    """Returns the smallest token budget whose cost is at most MAX_REPEATED_SHARE above that of the cheapest budget."""
     if len(budgets) == 1:
         return budgets[0]
     costs = [cost(budget) for budget in budgets]

@@ -21,7 +21,7 @@ _INVERSE = pow(_BASE, -1, 2**64)
 
 
 def path_keys(micro: MicroBatch) -> Tensor:
-    """The key of each token: Σᵢ (tᵢ + 1) b**(n - i) mod 2**64 over its path t₁ ... tₙ.
+    """Returns the key of each token: Σᵢ (tᵢ + 1) b**(n - i) mod 2**64 over its path t₁ ... tₙ.
 
     Returns: Long [B T], on the CPU; padding has any key.
     """
@@ -45,7 +45,9 @@ def path_keys(micro: MicroBatch) -> Tensor:
 
 
 def _keys_of_rows(ids: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """The keys of rows. Args: ids: uint64 [B T], 0 for padding. places: [B T], the tokens of the row before each."""
+    """Returns the keys of rows. Args: ids: uint64 [B T], 0 for padding. places: [B T], the tokens of the row before
+    each.
+    """
     size = ids.shape[1]
     return (ids * _powers(_INVERSE, size)[places]).cumsum(1, dtype=np.uint64) * _powers(_BASE, size)[places]
 

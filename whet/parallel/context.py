@@ -90,7 +90,7 @@ def _exchange(x: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
 
 
 def kv_repeats(heads: int, kv_heads: int, size: int) -> int:
-    """How often each KV head is repeated so that every process has the KV heads of its query heads.
+    """Returns how often each KV head is repeated so that every process has the KV heads of its query heads.
 
     Args: heads: H, a multiple of both others. kv_heads: before. size: c.
 
@@ -117,7 +117,8 @@ def check_heads(config: Any, size: int, name: str, tensor_parallel_size: int = 1
 
 
 def take_share(micro: MicroBatch, group: dist.ProcessGroup) -> MicroBatch:
-    """A process's part of a pass: t consecutive tokens, padded at the end of the row, and the targets they predict.
+    """Returns a process's part of a pass: t consecutive tokens, padded at the end of the row, and the targets they
+    predict.
 
     Args: micro: the pass, with a layout. group: the c processes.
     """
@@ -146,7 +147,9 @@ def take_share(micro: MicroBatch, group: dist.ProcessGroup) -> MicroBatch:
 
 
 def gather_stats(stats: TokenStats, share: Share, group: dist.ProcessGroup) -> TokenStats:
-    """The statistics of all targets, from those of each process's own. A process has a gradient for its own only."""
+    """Returns the statistics of all targets, from those of each process's own. A process has a gradient for its own
+    only.
+    """
     whole: dict[str, Tensor] = {}
     for field in dataclasses.fields(stats):
         own = getattr(stats, field.name)

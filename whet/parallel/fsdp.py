@@ -6,7 +6,7 @@
     forward passes                    every rank makes the same list; of n data ranks each runs every n-th pass of it
     tokens of a pass                  with context parallelism, several ranks run a pass together, each on some tokens
     matrices of a layer               with tensor parallelism, several ranks run a pass together, each with some rows or
-                                      columns of them (parallel/tensor.py)
+                                      columns of them, and with the logits of some targets (parallel/tensor.py)
     gradients                         are whole until the last pass, in which they are added over the ranks and become
                                       shards; with sync_each_pass they do so in every pass, one layer at a time. They
                                       are never averaged: the token weights were computed from the whole batch, so
@@ -43,7 +43,7 @@ from whet.parallel.loading import receive, without_weights
 from whet.parallel.mesh import ProcessMesh
 from whet.parallel.placement import Phase, Placement
 from whet.parallel.ranks import Ranks
-from whet.parallel.tensor import WholeWeights, divide_layer, sum_gradients
+from whet.parallel.tensor import WholeWeights, divide_head, divide_layer, sum_gradients, take_targets
 from whet.types import TokenStats
 from whet.util.tensor_subclasses import gather_full_tensor
 
@@ -103,6 +103,8 @@ class FSDPPlacement(Placement):
         only_on_writer = any(self.ranks.all_gather(next(module.parameters()).is_meta))
         backbone: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
         names = {part: name for name, part in module.named_modules()}
+        if self.mesh.tensor is not None:
+            self._partial.update(divide_head(module, self.mesh.tensor.get_group()))
         for part in (*backbone.layers, module):
             if only_on_writer:
                 whole = (p for p in part.parameters() if not isinstance(p, DTensor))  # layers are sharded by then
@@ -196,11 +198,15 @@ class FSDPPlacement(Placement):
 
     def split_tokens(self, micro: MicroBatch) -> MicroBatch:
         """See Placement."""
-        return micro if self._whole or self.mesh.context_size == 1 else take_share(micro, self.mesh.context_group)
+        if self._whole:
+            return micro
+        if self.mesh.context_size > 1:
+            micro = take_share(micro, self.mesh.context_group)
+        return micro if self.mesh.tensor is None else take_targets(micro, self.mesh.tensor.get_group())
 
     def gather_tokens(self, stats: TokenStats, micro: MicroBatch) -> TokenStats:
         """See Placement."""
-        return stats if micro.share is None else gather_stats(stats, micro.share, self.mesh.context_group)
+        return stats if micro.share is None else gather_stats(stats, micro.share, self.mesh.pass_group)
 
     def check_same_passes(self, facts: Mapping[str, Any]) -> None:
         """See Placement."""
@@ -242,7 +248,7 @@ def _parts(module: nn.Module) -> list[FSDPModule]:
 
 
 def _is_divided(grad: Tensor) -> bool:
-    """Whether tensor parallelism divides a tensor. Its axis is the last one of the mesh."""
+    """Returns whether tensor parallelism divides a tensor. Its axis is the last one of the mesh."""
     named = grad.device_mesh.mesh_dim_names if isinstance(grad, DTensor) else None
     return bool(named) and named[-1] == "tensor" and grad.placements[-1].is_shard()  # pyright: ignore
 

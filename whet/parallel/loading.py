@@ -25,7 +25,7 @@ Holder = TypeVar("Holder")
 
 
 def without_weights(holder: Holder, module: nn.Module) -> Holder:
-    """A copy of a module, or of an object that holds it, whose parameters are on the meta device.
+    """Returns a copy of a module, or of an object that holds it, whose parameters are on the meta device.
 
     >>> without_weights(layer := nn.Linear(2, 2), layer).weight.device
     device(type='meta')

@@ -31,6 +31,8 @@ class ProcessMesh:
     """The ranks that run other passes on the same part of the tokens, with the same part of the matrices."""
     context_group: dist.ProcessGroup
     """The ranks that run the same passes on other parts of the tokens, with the same part of the matrices."""
+    pass_group: dist.ProcessGroup
+    """The ranks that run the same passes."""
 
     @property
     def device_type(self) -> str:
@@ -77,8 +79,9 @@ def make_mesh(
     )
     groups = grid.get_group("data"), grid.get_group("context")
     if tensor == 1:
-        return ProcessMesh(init_device_mesh(device, sharded, mesh_dim_names=names), None, *groups)
+        return ProcessMesh(init_device_mesh(device, sharded, mesh_dim_names=names), None, *groups, groups[1])
+    passes = init_device_mesh(device, (size // context // tensor, context * tensor), mesh_dim_names=("data", "pass"))
     whole = init_device_mesh(
         device, (*sharded, tensor), mesh_dim_names=(*names, "tensor")
     )  # FSDP wants one mesh of both
-    return ProcessMesh(whole[names], whole["tensor"], *groups)
+    return ProcessMesh(whole[names], whole["tensor"], *groups, passes.get_group("pass"))

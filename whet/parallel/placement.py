@@ -79,18 +79,18 @@ class Placement:
         return next(self.module.parameters()).dtype
 
     def during(self, phase: Phase) -> AbstractContextManager[None]:
-        """A context for a phase: the tensors that it needs are on the device that computes."""
+        """Returns a context for a phase: the tensors that it needs are on the device that computes."""
         return nullcontext()
 
     @contextmanager
     def weights(self) -> Iterator[nn.Module]:
-        """A context for engines: the model's parameters are plain tensors in the dtype that it computes in."""
+        """Returns a context for engines: the model's parameters are plain tensors in the dtype that it computes in."""
         yield self.module
 
     @contextmanager
     def whole_module(self) -> Iterator[nn.Module]:
-        """A context for files: the module with all of its weights. Where the model is sharded, rank 0 has a copy with
-        the optimizer's fp32 masters on the CPU, and the other ranks a module without weights.
+        """Returns a context for files: the module with all of its weights. Where the model is sharded, rank 0 has a
+        copy with the optimizer's fp32 masters on the CPU, and the other ranks a module without weights.
         """
         yield self.module
 
@@ -125,7 +125,7 @@ class Placement:
         return micro
 
     def gather_tokens(self, stats: TokenStats, micro: MicroBatch) -> TokenStats:
-        """The statistics of all targets of a pass. Args: stats: of this process's part. micro: that part."""
+        """Returns the statistics of all targets of a pass. Args: stats: of this process's part. micro: that part."""
         return stats
 
     def check_same_passes(self, facts: Mapping[str, Any]) -> None:
@@ -139,9 +139,13 @@ class Placement:
         return dict(columns)
 
     def gather_results(self, results: list[Result]) -> list[Result]:
-        """The results of all passes, in order, on every process. Args: results: of this process's passes that count."""
+        """Returns the results of all passes, in order, on every process. Args: results: of this process's passes that
+        count.
+        """
         return results
 
     def grad_norm(self, grads: Sequence[Tensor], local: Callable[[Sequence[Tensor]], float]) -> float:
-        """The norm of the whole gradient. Args: grads: of this process. local: computes the norm of plain tensors."""
+        """Returns the norm of the whole gradient. Args: grads: of this process. local: computes the norm of plain
+        tensors.
+        """
         return local(grads)

@@ -34,7 +34,7 @@ _joined: dict[dist.ProcessGroup, ProcessRanks] = {}
 
 
 def join_processes(timeout_s: float = TIMEOUT_S) -> Ranks:
-    """The processes of this run: those of torchrun, or of the process group that the program has initialized.
+    """Returns the processes of this run: those of torchrun, or of the process group that the program has initialized.
 
     Args: timeout_s: how long a process waits for another one before the run ends with an error.
     Returns: one process where there is no other.
@@ -102,7 +102,9 @@ def _wait_for_gloo_threads(limit_s: float = 10.0) -> None:
 
 
 def _gloo_thread_states() -> list[str]:
-    """The state of each of gloo's threads that run collectives: S = it sleeps. Empty on systems without /proc."""
+    """Returns the state of each of gloo's threads that run collectives: S = it sleeps. Empty on systems without
+    /proc.
+    """
     states: list[str] = []
     for place in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # the thread has ended

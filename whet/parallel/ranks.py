@@ -33,7 +33,7 @@ def _no_phase() -> str:
 
 
 def is_connection_lost(error: BaseException) -> bool:
-    """Whether gloo raised an error because another process has ended.
+    """Returns whether gloo raised an error because another process has ended.
 
     >>> is_connection_lost(RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"))
     True
@@ -73,11 +73,13 @@ class Ranks:
         return self.rank == 0
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in the order of the ranks, on every rank. Args: value: what pickle takes."""
+        """Returns the values of all ranks, in the order of the ranks, on every rank. Args: value: what pickle takes."""
         return [value]
 
     def in_thread(self) -> Ranks:
-        """The same processes, for what a second thread of each of them agrees on meanwhile. Every rank must call it."""
+        """Returns the same processes, for what a second thread of each of them agrees on meanwhile. Every rank must
+        call it.
+        """
         return Ranks()
 
     def broadcast(self, value: Result) -> Result:

@@ -68,7 +68,7 @@ class ShardReader:
         """Name -> shape and dtype of the whole tensor."""
 
     def under(self, prefix: str) -> ShardReader:
-        """A reader of the names that begin with a prefix.
+        """Returns a reader of the names that begin with a prefix.
 
         Raises: CheckpointError: the folder can't be read.
         """
@@ -98,13 +98,15 @@ def make_stager() -> DefaultStager:
 
 
 def _group(ranks: Ranks) -> dict[str, Any]:
-    """The arguments of torch.distributed.checkpoint for these processes."""
+    """Returns the arguments of torch.distributed.checkpoint for these processes."""
     return {"process_group": ranks.group} if isinstance(ranks, ProcessRanks) else {"no_dist": True}
 
 
 @contextmanager
 def _errors(folder: Path, what: str) -> Iterator[None]:
-    """A context that turns torch.distributed.checkpoint's errors, which are no Exceptions, into CheckpointErrors."""
+    """Returns a context that turns torch.distributed.checkpoint's errors, which are no Exceptions, into
+    CheckpointErrors.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*single process")  # that is what no_dist asks for

@@ -11,17 +11,19 @@ __all__ = ["check_mesh", "check_torchrun_env", "local_rank", "rank", "require_si
 
 
 def rank() -> int:
-    """The rank of this process; 0 without torchrun. Raises ConfigError: RANK is not a valid rank."""
+    """Returns the rank of this process; 0 without torchrun. Raises ConfigError: RANK is not a valid rank."""
     return _number("RANK", 0, least=0)
 
 
 def world_size() -> int:
-    """The number of processes; 1 without torchrun. Raises ConfigError: WORLD_SIZE is not a valid number."""
+    """Returns the number of processes; 1 without torchrun. Raises ConfigError: WORLD_SIZE is not a valid number."""
     return _number("WORLD_SIZE", 1, least=1)
 
 
 def local_rank() -> int:
-    """The number of this process on its host; 0 without torchrun. Raises ConfigError: LOCAL_RANK is not valid."""
+    """Returns the number of this process on its host; 0 without torchrun. Raises ConfigError: LOCAL_RANK is not
+    valid.
+    """
     return _number("LOCAL_RANK", 0, least=0)
 
 
@@ -81,7 +83,7 @@ def require_single_process(what: str) -> None:
 
 
 def _number(name: str, default: int, *, least: int) -> int:
-    """The value of an environment variable of torchrun."""
+    """Returns the value of an environment variable of torchrun."""
     text = os.environ.get(name, "")
     if not text.strip():
         return default

@@ -7,6 +7,7 @@ as fast as a small one.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ SCALE = 100
 """Logprobs (without their sign), entropies and the logarithms of ratios are written as whole hundredths of a nat."""
 SEGMENT = 20_000
 """Characters of a completion that the page draws at once; a longer one is several segments."""
-PART = 500_000
+PART = 200_000
 """Characters of a part, about: what the page loads at once."""
 _TOKENIZERS = ("final", "checkpoints/*/actor", "start")
 """Where a run folder may hold tokenizer.json."""
@@ -47,7 +48,7 @@ class TokenTexts:
         self._texts: dict[int, str | None] = {}
 
     def __call__(self, tokens: Sequence[int]) -> list[str]:
-        """The texts of tokens. Args: tokens [S]: ids."""
+        """Returns the texts of tokens. Args: tokens [S]: ids."""
         texts: list[str] = []
         for has_text, ids in groupby(tokens, key=lambda t: self._text(t) is not None):
             run = list(ids)
@@ -55,7 +56,7 @@ class TokenTexts:
         return texts
 
     def _text(self, token: int) -> str | None:
-        """A token's text; None if it is a part of a character.
+        """Returns a token's text; None if it is a part of a character.
 
         It is decoded after itself, since a first token may lose its leading space.
         """
@@ -87,21 +88,22 @@ def load_token_texts(run: str | Path, model: Any = None) -> TokenTexts | None:
 
 
 def step_scripts(path: Path, token_texts: TokenTexts | None) -> Iterator[tuple[str, str]]:
-    """A file of completions as JSON texts for the page, one after the other.
+    """Yields a file of completions as texts for the page, one after the other.
 
     Args: path: a file of RunFolder.write_completions. token_texts: None = completions without their tokens.
     Yields: (".0", a part), (".1", the next part) ..., and at last ("", the index).
     Raises: CheckpointError: the file can't be read.
 
-    A part is a list of segments. For each group there is a segment with its `prompt`, and then for each completion one
-    or more, with `t` (text), and in the first of them `g` (generation), `v` (version), `info` and `s` (seconds by
-    phase). With token texts a segment has `k` (the tokens' text, if it is not `t`), `len` (UTF-16 units of each token)
-    and numbers of each token, null where unknown or not sampled by the model: `lp` (logprob), `ratio` (log of trainer /
-    sampler), `ent` (entropy), see SCALE; `adv` (advantage, absent if all are equal) and `vs` (versions, absent if all
-    are `v`).
+    The index is JSON, and a part is lines of JSON, a segment each, so that the page reads those alone that it draws.
+    For each group there is a segment with its `prompt`, and then for each completion one or more, with `t` (text), and
+    in the first of them `g` (generation), `v` (version), `info` and `s` (seconds by phase). With token texts a segment
+    has `k` (the tokens' text, if it is not `t`), `len` (UTF-16 units of each token) and numbers of each token, null
+    where unknown or not sampled by the model: `lp` (logprob), `ratio` (log of trainer / sampler), `ent` (entropy), see
+    SCALE; `adv` (advantage, absent if all are equal) and `vs` (versions, absent if all are `v`).
 
     The index has, of each group, `rows` and `sizes` (completions); of each completion `r` (reward), `f` (for each of
-    `functions` a list of rewards), `a` (advantage), `n` (tokens), `end` (finish reason, as a number in `ends`) and
+    `functions` a column of rewards), `a` (advantage), `n` (tokens) and `end` (finish reason, as a number in `ends`),
+    columns of bytes in base64: doubles, NaN where there is none, but 32-bit integers in `n` and bytes in `end`; and
     `segments` (how many; null = one each); and `parts`, the number of the first segment of each part.
     """
     index = _Index()
@@ -114,15 +116,15 @@ def step_scripts(path: Path, token_texts: TokenTexts | None) -> Iterator[tuple[s
         held.append(text)
         size, count = size + len(text), count + 1
         if size >= PART:
-            yield f".{len(index.parts) - 1}", f"[{','.join(held)}]"
+            yield f".{len(index.parts) - 1}", "\n".join(held)
             held, size = [], 0
     if held:
-        yield f".{len(index.parts) - 1}", f"[{','.join(held)}]"
+        yield f".{len(index.parts) - 1}", "\n".join(held)
     yield "", json.dumps(index.value(), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def prompt_means(path: Path) -> list[float]:
-    """The mean reward of each group of a file of completions, of those that have one.
+    """Returns the mean reward of each group of a file of completions, of those that have one.
 
     Raises: CheckpointError: the file can't be read.
     """
@@ -135,6 +137,10 @@ def prompt_means(path: Path) -> list[float]:
     return [sum(rewards) / len(rewards) for rewards in groups if rewards]
 
 
+_KINDS = {"r": "<f8", "a": "<f8", "n": "<i4", "end": "u1"}
+"""Columns of the index, and their numbers' type."""
+
+
 class _Index:
     """What `step_scripts` yields at last, as it grows."""
 
@@ -143,7 +149,7 @@ class _Index:
         self.sizes: list[int] = []
         self.parts: list[int] = []
         self._segments: list[int] = []
-        self._columns: dict[str, list[Any]] = {"r": [], "a": [], "n": [], "end": []}
+        self._columns: dict[str, list[Any]] = {name: [] for name in _KINDS}
         self._functions: dict[str, list[float | None]] = {}
         self._ends: dict[str, int] = {}
 
@@ -164,15 +170,20 @@ class _Index:
         self._segments[-1] += 1
 
     def value(self) -> dict[str, Any]:
-        """The index, JSON-able."""
-        rewards = {"functions": list(self._functions), "f": list(self._functions.values()), "ends": list(self._ends)}
+        """Returns the index, JSON-able."""
+        functions = [_base64(values, "<f8") for values in self._functions.values()]
+        rewards = {"functions": list(self._functions), "f": functions, "ends": list(self._ends)}
         segments = self._segments if any(n > 1 for n in self._segments) else None
         groups = {"rows": self.rows, "sizes": self.sizes, "parts": self.parts, "segments": segments}
-        return {**rewards, **groups, **self._columns}
+        return {**rewards, **groups, **{name: _base64(self._columns[name], kind) for name, kind in _KINDS.items()}}
+
+
+def _base64(values: Sequence[float | None], kind: str) -> str:
+    return base64.b64encode(np.asarray(values, kind).tobytes()).decode()
 
 
 def _in_groups(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[bool, Mapping[str, Any]]]:
-    """Whether a row begins a group, and the row. A prompt that comes twice in a step is two groups."""
+    """Yields whether a row begins a group, and the row. A prompt that comes twice in a step is two groups."""
     previous: tuple[int, int] | None = None
     for row in rows:
         yield previous is None or row["row"] != previous[0] or row["generation"] <= previous[1], row
@@ -220,7 +231,7 @@ def _of_tokens(row: Mapping[str, Any], token_texts: TokenTexts) -> Iterator[dict
 
 
 def _token_numbers(row: Mapping[str, Any], count: int) -> dict[str, Callable[[int, int], list[Any]]]:
-    """What is known of the tokens: the name on the page -> the values of tokens first to after."""
+    """Returns what is known of the tokens: the name on the page -> the values of tokens first to after."""
     logprobs, trainer, entropy, advantages, versions = map(
         row.get, ("logprobs", "trainer_logprobs", "entropy", "advantages", "versions")
     )

@@ -65,7 +65,7 @@ def write_report(
 
 
 def page_text(title: str, *, live: bool = False) -> str:
-    """The page with its style and its program inside, so that it is one file beside its data.
+    """Returns the page with its style and its program inside, so that it is one file beside its data.
 
     Args: title: in the window's title. live: the page asks its server for new rows.
     """
@@ -79,7 +79,8 @@ def page_text(title: str, *, live: bool = False) -> str:
 
 
 def keep_within(files: Sequence[CompletionFile], sizes: Sequence[int], limit: float) -> list[CompletionFile]:
-    """The files of completions that a report shows: all if they fit, else every k-th of each mode, with the last one.
+    """Returns the files of completions that a report shows: all if they fit, else every k-th of each mode, with the
+    last one.
 
     Args: files: by step. sizes: bytes of each. limit: bytes of those that are kept, about; evaluations, which are few,
         get up to half of it before training does.
@@ -99,7 +100,8 @@ def keep_within(files: Sequence[CompletionFile], sizes: Sequence[int], limit: fl
 
 
 def standard_error(path: Path) -> float | None:
-    """The standard error of the mean reward of a file of completions, clustered by prompt; None below two prompts.
+    """Returns the standard error of the mean reward of a file of completions, clustered by prompt; None below two
+    prompts.
 
     Raises: CheckpointError: the file can't be read.
     """
@@ -129,10 +131,13 @@ def _write_chunks(
 
 
 def script_text(key: str, value: Any) -> str:
-    """A script that hands a value to the page. Args: key: its name there. value: JSON-able, or a JSON text."""
+    """Returns a script that hands a value to the page, as a text. Args: key: its name there. value: JSON-able, or a
+    text.
+    """
     if not isinstance(value, str):
         value = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return f"whet.receive({json.dumps(key)},{value})\n"
+    text = value.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
+    return f"whet.receive({json.dumps(key)},'{text}')\n"
 
 
 def _write(path: Path, text: str) -> None:

@@ -39,7 +39,9 @@ class CompletionFile:
         return self.path.stem
 
     def entry(self, run: int, se: float | None) -> dict[str, Any]:
-        """What the page lists. Args: run: the number of the run there. se: standard error of an evaluation's reward."""
+        """Returns what the page lists. Args: run: the number of the run there. se: standard error of an evaluation's
+        reward.
+        """
         import pyarrow.parquet as pq
 
         count = pq.read_metadata(self.path).num_rows
@@ -47,7 +49,7 @@ class CompletionFile:
 
 
 def run_data(folder: str | Path) -> dict[str, Any]:
-    """What the report's page needs of a run, as JSON-able values; completions come apart, a file a step.
+    """Returns what the report's page needs of a run, as JSON-able values; completions come apart, a file a step.
 
     Args: folder: a run folder, of a finished run or of one that goes on.
     Returns: name, path, config (dotted key -> value), environment (dotted key -> value), metrics (mode -> `steps` and
@@ -56,7 +58,7 @@ def run_data(folder: str | Path) -> dict[str, Any]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; name the folder of a run, such as runs/a")
+        raise ConfigError(f"{folder} is not a folder; give the folder of a run, such as runs/a")
     rows = read_metrics(folder)
     if not rows:
         raise ConfigError(f"{folder} has no metrics.jsonl with rows; name a folder that a run has written")
@@ -70,7 +72,8 @@ def run_data(folder: str | Path) -> dict[str, Any]:
 
 
 def metric_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rows of metrics as columns of numbers with six digits; null where a row lacks a metric or it is not finite.
+    """Returns rows of metrics as columns of numbers with six digits; null where a row lacks a metric or it is not
+    finite.
 
     >>> metric_columns([{"step": 1, "mode": "train", "reward": 0.123456789}, {"step": 2, "mode": "train"}])
     {'steps': [1, 2], 'columns': {'reward': [0.123457, None]}}
@@ -84,7 +87,7 @@ def metric_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def completion_files(folder: str | Path) -> list[CompletionFile]:
-    """The files of completions of a run folder, by step.
+    """Returns the files of completions of a run folder, by step.
 
     >>> completion_files("nowhere")
     []
@@ -115,7 +118,7 @@ def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _read(path: Path) -> Any:
-    """A YAML or JSON file; {} if it is missing or damaged, since a report shows what there is."""
+    """Returns a YAML or JSON file; {} if it is missing or damaged, since a report shows what there is."""
     import yaml
 
     try:

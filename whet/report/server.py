@@ -51,13 +51,15 @@ class LiveRuns:
         self.title = " · ".join(data["name"] for data in self.data())
 
     def data(self) -> list[dict[str, Any]]:
-        """What the page begins with: for each run `run_data`, with its warnings and the list of its completions."""
+        """Returns what the page begins with: for each run `run_data`, with its warnings and the list of its
+        completions.
+        """
         found = [run_data(folder) for folder in self._folders]
         self._configs = {i: data["config"] for i, data in enumerate(found)}
         return [{**data, **self._with_completions(i, data)} for i, data in enumerate(found)]
 
     def update(self, i: int, cursors: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
-        """What is new in a run.
+        """Returns what is new in a run.
 
         Args: i: the run. cursors: mode -> (rows that the page has, step of the last of them).
         Returns: `metrics`: mode -> `metric_columns` of the new rows, and `replace`: whether they are all rows, because
@@ -74,7 +76,7 @@ class LiveRuns:
         return {**self._with_completions(i, {"config": self._configs[i], "metrics": whole}), "metrics": new}
 
     def script(self, key: str) -> bytes:
-        """A script of a file of completions.
+        """Returns a script of a file of completions.
 
         Args: key: the run's number, mode and step, as the page has them, and the part; without it, the index:
             0-train-000012.3.
@@ -130,7 +132,7 @@ class LiveRuns:
 
 
 def make_server(runs: LiveRuns, host: str, port: int, token: str | None) -> ThreadingHTTPServer:
-    """The server of the page, bound and not yet serving.
+    """Returns the server of the page, bound and not yet serving.
 
     Args: runs: what it shows. host, port: where it listens; port 0 takes a free one. token: what each request has to
         bring, as `?token=` at first and as a cookie then; None = nothing, for loopback alone.

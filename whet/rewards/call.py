@@ -98,14 +98,14 @@ class RewardInputs:
         return replace(self, columns={n: [values[i] for i in at] for n, values in self.columns.items()}, **selected)
 
     def offered(self) -> dict[str, Any]:
-        """All keywords with their values, as lists."""
+        """Returns all keywords with their values, as lists."""
         each = {name: getattr(self, name) for name in EACH}
         lists = {name: list(values) for name, values in {**self.columns, **each}.items()}
         return {**self.extras, **lists, "mode": self.mode}
 
 
 def function_name(fn: Any) -> str:
-    """A function's name in metrics and messages.
+    """Returns a function's name in metrics and messages.
 
     It is `__name__`, for a partial that of the inner function, for a reward model its folder's name, else the class.
 
@@ -291,7 +291,7 @@ def _call_in_process(
 
 
 def copy_argument(values: Any) -> Any:
-    """A copy of an argument, which a function may change. The entries of a list are copied one by one.
+    """Returns a copy of an argument, which a function may change. The entries of a list are copied one by one.
 
     >>> chats = [[{"role": "user"}]]
     >>> copy_argument(chats) == chats, copy_argument(chats)[0][0] is chats[0][0]
@@ -301,7 +301,7 @@ def copy_argument(values: Any) -> Any:
 
 
 def _copy_item(item: Any) -> Any:
-    """A deep copy; the item itself if it is immutable or can't be copied (a lock, a connection)."""
+    """Returns a deep copy; the item itself if it is immutable or can't be copied (a lock, a connection)."""
     if item is None or isinstance(item, str | bytes | bool | int | float):
         return item
     if type(item) is list and all(type(x) is int for x in item):  # token ids: deepcopy would be slow
@@ -313,7 +313,7 @@ def _copy_item(item: Any) -> Any:
 
 
 def _is_async(call: Any) -> bool:
-    """Whether a callable is async: async def, a partial of one, or an object with an async __call__."""
+    """Returns whether a callable is async: async def, a partial of one, or an object with an async __call__."""
     while isinstance(call, functools.partial):
         call = call.func
     return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)

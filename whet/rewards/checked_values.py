@@ -60,7 +60,7 @@ class CheckedRewards:
 
     @classmethod
     def failed(cls, problem: str, count: int) -> CheckedRewards:
-        """The result of a function that failed. Args: problem: the message. count: the number of completions.
+        """Returns the result of a function that failed. Args: problem: the message. count: the number of completions.
 
         >>> CheckedRewards.failed("reward function f raised ValueError: no", 2).wrong
         2
@@ -136,7 +136,7 @@ def check_values(value: Any, ids: Sequence[str], *, name: str, nan_is_none: bool
 
 
 def error_from_exception(what: str, error: BaseException, own: str) -> RewardError:
-    """The RewardError for an exception of a function, with the line of the user's code that led to it.
+    """Returns the RewardError for an exception of a function, with the line of the user's code that led to it.
 
     Args: what: the function, for the message. error: the exception. own: the caller's file, which the message leaves
         out.
@@ -163,7 +163,7 @@ def error_from_exception(what: str, error: BaseException, own: str) -> RewardErr
 
 
 def _is_tensor(value: Any) -> TypeGuard[Any]:
-    """Whether a value is a tensor; without torch nothing is."""
+    """Returns whether a value is a tensor; without torch nothing is."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -178,7 +178,7 @@ def _kind(value: Any) -> str:
 
 
 def _shape(value: Any) -> list[int] | str:
-    """The shape of an array or tensor; a nested tensor raises, and its exception is named instead."""
+    """Returns the shape of an array or tensor; a nested tensor raises, and its exception is named instead."""
     try:
         return [int(n) for n in value.shape]
     except Exception as error:
@@ -186,7 +186,7 @@ def _shape(value: Any) -> list[int] | str:
 
 
 def _shape_problem(value: Any, count: int) -> str | None:
-    """The problem with a returned value as a whole; None = no problem."""
+    """Returns the problem with a returned value as a whole; None = no problem."""
     if value is None:
         return "None"
     if isinstance(value, np.ndarray) or _is_tensor(value):
@@ -202,7 +202,7 @@ def _shape_problem(value: Any, count: int) -> str | None:
 
 
 def _text(value: Any) -> str:
-    """The beginning of `str(value)`."""
+    """Returns the beginning of `str(value)`."""
     try:
         return str(value)[:60]
     except Exception:
@@ -210,7 +210,7 @@ def _text(value: Any) -> str:
 
 
 def _entries(value: Any, count: int) -> tuple[list[Any], str | None]:
-    """The entries of a list, array or tensor of the right length, and the problem if they can't be read."""
+    """Returns the entries of a list, array or tensor of the right length, and the problem if they can't be read."""
     what = _kind(value) if (isinstance(value, np.ndarray) or _is_tensor(value)) else f"a value {_kind(value)}"
     try:
         if _is_tensor(value):
@@ -228,7 +228,7 @@ def _entries(value: Any, count: int) -> tuple[list[Any], str | None]:
 
 
 def _is_nan(item: Any) -> bool:
-    """Whether an entry is NaN."""
+    """Returns whether an entry is NaN."""
     try:
         return not isinstance(item, NO_NUMBERS) and bool(item != item)
     except Exception:  # an array of several numbers, or an object with methods that raise

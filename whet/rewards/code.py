@@ -52,7 +52,7 @@ def code_tests(completions: list[Any], tests: list[Any], **_: Any) -> list[float
 
 
 def extract_code(text: str) -> str:
-    r"""The program in a completion: its last fenced block of Python, or else its last block, or else all of it.
+    r"""Returns the program in a completion: its last fenced block of Python, or else its last block, or else all of it.
 
     >>> extract_code("So:\n```python\nprint(1)\n```\nThat prints 1.")
     'print(1)\n'
@@ -81,7 +81,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _read_tests(tests: Any) -> list[str | tuple[str, str]]:
-    """The tests of a row in one form: a text to run, or what is read and printed."""
+    """Returns the tests of a row in one form: a text to run, or what is read and printed."""
     parsed = tests
     if isinstance(parsed, str) and parsed.lstrip()[:1] in ("[", "{"):
         try:
@@ -123,6 +123,6 @@ def _make_sandbox(pid: int) -> Sandbox:
 
 
 def _sandbox() -> Sandbox:
-    """The sandbox of this process, started when it is first needed."""
+    """Returns the sandbox of this process, started when it is first needed."""
     with _LOCK:
         return _make_sandbox(os.getpid())

@@ -76,7 +76,7 @@ def check_answers(fns: Mapping[str, RewardFn], rows: Iterable[tuple[int, Mapping
 
 
 def _find_reader(fn: Any) -> Callable[[str], Any] | None:
-    """A function's reader of answers; None = it reads no answers, or any."""
+    """Returns a function's reader of answers; None = it reads no answers, or any."""
     is_partial = isinstance(fn, functools.partial)
     inner = fn.func if is_partial and "answer" not in fn.keywords else fn
     return GOLDS.get(inner) if inspect.isfunction(inner) else None

@@ -18,7 +18,7 @@ __all__ = ["batch_conversation_function", "conversation", "is_conversation_funct
 
 
 def is_conversation_function(fn: Callable[..., Any]) -> bool:
-    """Whether a function's required arguments are messages and answer.
+    """Returns whether a function's required arguments are messages and answer.
 
     >>> is_conversation_function(lambda messages, answer, **more: 1.0)
     True

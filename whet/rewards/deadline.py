@@ -76,7 +76,9 @@ def call_with_deadline(call: Callable[[], Any], what: str, timeout_s: float | No
 
 
 def timeout_error(what: str, timeout_s: float | None, end: str) -> RewardError:
-    """The error for a function that timed out. Args: what, timeout_s: see call_with_deadline. end: how it ended."""
+    """Returns the error for a function that timed out. Args: what, timeout_s: see call_with_deadline. end: how it
+    ended.
+    """
     fix = "or raise trainer.reward_timeout_s"
     if what.startswith("reward function"):  # an environment's interact never runs in a worker process
         fix = "raise trainer.reward_timeout_s (async ones must never block), or set trainer.reward_workers=1, which "

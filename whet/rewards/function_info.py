@@ -47,7 +47,7 @@ def per_completion(fn: F) -> F:
 
 
 def is_per_completion(fn: Callable[..., Any]) -> bool:
-    """Whether a function is declared `per_completion`; functions of one conversation are."""
+    """Returns whether a function is declared `per_completion`; functions of one conversation are."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return bool(getattr(fn, "per_completion", False))  # an attribute that any callable may have
@@ -118,14 +118,14 @@ of one; or set reward_workers=0
 
 
 def _ref(fn: Any) -> str:
-    """A reference to a function by its module, or by its file if the module was imported from a file."""
+    """Returns a reference to a function by its module, or by its file if the module was imported from a file."""
     if fn.__module__.startswith("whet_file_"):
         return f"{sys.modules[fn.__module__].__file__}:{fn.__qualname__}"
     return f"{fn.__module__}:{fn.__qualname__}"
 
 
 def _unreachable(fn: Any) -> str | None:
-    """The reason why other processes can't import a function; None = they can."""
+    """Returns the reason why other processes can't import a function; None = they can."""
     if not (inspect.isroutine(fn) or inspect.isclass(fn)):
         return f"an object of class {type(fn).__name__}, and each worker process would have a state of its own"
     if inspect.ismethod(fn) and not inspect.isclass(fn.__self__):

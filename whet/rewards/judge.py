@@ -116,7 +116,7 @@ class JudgeModel:
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]
     ) -> list[float | None]:
-        """The rewards. Equal questions of a batch are asked once.
+        """Returns the rewards. Equal questions of a batch are asked once.
 
         Args: prompts, completions [N]: texts or messages. columns: of the data, [N] each.
         Raises: RewardError: see the class.
@@ -144,7 +144,7 @@ class JudgeModel:
         return [None if grade is None else (grade - low) / (high - low) for grade in grades]
 
     def _body(self, prompt: Any, completion: Any, columns: Mapping[str, Any]) -> str:
-        """The body of a request, as JSON."""
+        """Returns the body of a request, as JSON."""
         low, high = self.scale
         fields = {
             **columns,
@@ -166,7 +166,9 @@ class JudgeModel:
         return json.dumps({"model": self.model, "messages": messages, **self.options}, sort_keys=True)
 
     def _grade(self, body: str) -> float | None:
-        """The grade in the judge's reply, from the cache or by requests; None = none, or one outside of the scale."""
+        """Returns the grade in the judge's reply, from the cache or by requests; None = none, or one outside of the
+        scale.
+        """
         key = hashlib.sha256(f"{self.base_url}\n{body}".encode()).hexdigest()
         reply, attempt = self._replies.get(key), 0
         while reply is None:
@@ -178,7 +180,9 @@ class JudgeModel:
         return None if grade is None or not self.scale[0] <= float(grade) <= self.scale[1] else float(grade)
 
     def _ask(self, body: str, attempt: int) -> str | None:
-        """The judge's reply; None = the request failed, and may be repeated. Raises RewardError: see the class."""
+        """Returns the judge's reply; None = the request failed, and may be repeated. Raises RewardError: see
+        the class.
+        """
         with self._lock:
             for spent, most, unit in (
                 (self.requests, self.max_requests, "requests"),
@@ -238,7 +242,7 @@ class _Replies:
 
 
 def _conversation(prompt: Any) -> str:
-    """A prompt as text: of several messages, each with its role.
+    """Returns a prompt as text: of several messages, each with its role.
 
     >>> _conversation([{"role": "user", "content": "2+2?"}])
     '2+2?'

@@ -18,7 +18,7 @@ def overlong(
     overlong_buffer_length: int = 4096,
     overlong_buffer_penalty: float = 1.0,
 ) -> list[float]:
-    """A soft penalty for completions near the length limit.
+    """Returns a soft penalty for completions near the length limit.
 
     R(y) = −p · clip((|y| − (L − B)) / B, 0, 1), |y| the tokens of the completion, its stop token included: 0 up to
     L − B, then linear to −p at L, and −p beyond.

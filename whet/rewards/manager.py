@@ -163,7 +163,7 @@ class RewardManager:
         return self._reward_batch(groups, texts, {**rewards, **group_rewards}, inputs, call_metrics)
 
     def recorded(self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any = "train") -> RewardBatch:
-        """A RewardBatch from the rewards that the groups already have, as an evaluation's folder has them.
+        """Returns a RewardBatch from the rewards that the groups already have, as an evaluation's folder has them.
 
         Args: groups, texts, mode: as in `__call__`. A function without a reward in a group is NaN there.
         Raises: DataError: no completions, or texts that don't match.
@@ -187,7 +187,9 @@ class RewardManager:
     def inputs(
         self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any, extras: Mapping[str, Any]
     ) -> RewardInputs:
-        """The arguments that the functions are offered. Args: as in the call. Raises: DataError: as the call does."""
+        """Returns the arguments that the functions are offered. Args: as in the call. Raises: DataError: as the call
+        does.
+        """
         if len(texts) != len(groups) or any(len(t) != len(g.completions) for t, g in zip(texts, groups, strict=True)):
             raise DataError("texts don't match the groups; give one text for every completion of every group")
         prompts, completions, prompt_ids, completion_ids, names, sources = [], [], [], [], [], []
@@ -241,7 +243,7 @@ REWARD_MANAGERS: dict[str, Callable[..., RewardManager]] = {"sequence-level": Re
 
 
 def resolve_reward_manager(ref: Any) -> Callable[..., RewardManager]:
-    """A reward manager's class (or factory), by name, by reference or as it is.
+    """Returns a reward manager's class (or factory), by name, by reference or as it is.
 
     >>> resolve_reward_manager("sequence-level").__name__
     'RewardManager'
@@ -250,7 +252,7 @@ def resolve_reward_manager(ref: Any) -> Callable[..., RewardManager]:
 
 
 def _weights(weights: Sequence[float] | None, names: Sequence[str]) -> dict[str, float]:
-    """The weight of each function."""
+    """Returns the weight of each function."""
     if weights is None:
         return dict.fromkeys(names, 1.0)
     if len(weights) != len(names):

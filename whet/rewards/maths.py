@@ -69,6 +69,6 @@ def math_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float 
 
 
 def _formula(gold: str) -> str:
-    """An answer in a form that math-verify reads as one formula."""
+    """Returns an answer in a form that math-verify reads as one formula."""
     gold = gold.rpartition("####")[2].strip()
     return gold if r"\boxed" in gold else rf"\boxed{{{gold}}}"

@@ -79,7 +79,7 @@ def reduce_metrics(metrics: Mapping[str, tuple[Any, Callable[..., Any] | None]])
 
 
 def _problem(key: Any, pair: Any) -> str | None:
-    """The problem with a metric; None = no problem."""
+    """Returns the problem with a metric; None = no problem."""
     if not isinstance(key, str):
         return f"the name {format_value(key)}; names are texts"
     if not isinstance(pair, tuple) or len(pair) != 2 or not (pair[1] is None or callable(pair[1])):
@@ -96,7 +96,7 @@ def _problem(key: Any, pair: Any) -> str | None:
 
 
 def _is_numeric(value: Any) -> bool:
-    """Whether reduce_metrics can convert a value to numbers."""
+    """Returns whether reduce_metrics can convert a value to numbers."""
     try:
         np.asarray(value, dtype=np.float64)
     except Exception:  # a value's own methods may raise anything

@@ -93,7 +93,7 @@ class RewardModel:
         return rewards
 
     def _encode_chat(self, prompt: str | list[Message], completion: str | list[Message]) -> list[int]:
-        """The ids of the conversation in the reward model's chat template."""
+        """Returns the ids of the conversation in the reward model's chat template."""
         if self.tokenizer.chat_template is None:
             raise ConfigError(
                 f"the tokenizer of the reward model {self.name} has no chat template, which messages need; set its "

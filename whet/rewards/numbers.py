@@ -76,7 +76,7 @@ def number_match(completions: Sequence[Any], answer: Sequence[Any], *, tolerance
 
 
 def read_value(text: str) -> Fraction | None:
-    r"""The last number of a text, or of its last box; None if there is none.
+    r"""Returns the last number of a text, or of its last box; None if there is none.
 
     >>> read_value(r"about $1{,}234.5$ km"), read_value("6.02 × 10²"), read_value("H2O")
     (Fraction(2469, 2), Fraction(602, 1), None)
@@ -94,7 +94,7 @@ def read_value(text: str) -> Fraction | None:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """The value of a match of NUMBER; None if it divides by 0."""
+    """Returns the value of a match of NUMBER; None if it divides by 0."""
     sign = -1 if match["sign"] == "-" else 1
     number = {
         name: Fraction(text.replace(",", ""))

@@ -69,5 +69,5 @@ def _log_once(name: str, error: str) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _entry(task: str, index: int) -> Any:
-    """The entry of a row: the completions of a group share it."""
+    """Returns the entry of a row: the completions of a group share it."""
     return make_task(task)[index]

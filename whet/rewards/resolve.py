@@ -82,7 +82,7 @@ def resolve_rewards(refs: Sequence[Any]) -> dict[str, RewardFn]:
 
 
 def _name(ref: Any, fn: RewardFn) -> str:
-    """A function's name. A partial, lambda or object from a reference has the name in the reference."""
+    """Returns a function's name. A partial, lambda or object from a reference has the name in the reference."""
     is_named = inspect.isroutine(fn) or inspect.isclass(fn)  # Python 3.14: a partial is a routine without a name
     has_name = is_named and getattr(fn, "__name__", "").isidentifier()
     return function_name(fn) if has_name or not (isinstance(ref, str) and is_ref(ref)) else re.split("[.:]", ref)[-1]

@@ -92,11 +92,11 @@ class RewardBatch:
         return np.array([len(np.unique(part[~np.isnan(part)])) > 1 for part in self.totals_by_group], bool)
 
     def with_total(self, total: np.ndarray) -> RewardBatch:
-        """A copy with another total, for a `batch` stage that shapes rewards. Args: total: [J]."""
+        """Returns a copy with another total, for a `batch` stage that shapes rewards. Args: total: [J]."""
         return dataclasses.replace(self, total=np.asarray(total, np.float64))
 
     def with_greedy(self, greedy: RewardBatch) -> RewardBatch:
-        """A copy with the rewards of greedy completions, and metrics of them.
+        """Returns a copy with the rewards of greedy completions, and metrics of them.
 
         Args: greedy: the greedy completions, each as a group of one.
         Raises: DataError: not one for each group.
@@ -137,7 +137,7 @@ class RewardBatch:
         )
 
     def select(self, indices: Sequence[int] | np.ndarray) -> RewardBatch:
-        """Some of the groups, in the order given."""
+        """Returns some of the groups, in the order given."""
         bounds = np.cumsum([0, *self.sizes])
         rows = np.concatenate([np.empty(0, int), *(np.arange(bounds[i], bounds[i + 1]) for i in indices)])
         return dataclasses.replace(
@@ -161,7 +161,7 @@ def _weighted_sum(table: Mapping[str, np.ndarray], weights: Mapping[str, float],
 
 
 def reward_metrics(rewards: Mapping[str, np.ndarray]) -> dict[str, Metric]:
-    """The metrics of the functions' rewards. NaN (not applicable) is left out everywhere.
+    """Returns the metrics of the functions' rewards. NaN (not applicable) is left out everywhere.
 
     rewards/<f>, the mean of one function, has the name of `whet eval`; rewards/<f>/{mean,std} are TRL's names. Standard
     deviations merge across batches as means.
@@ -183,7 +183,7 @@ def reward_metrics(rewards: Mapping[str, np.ndarray]) -> dict[str, Metric]:
 
 
 def sample_std(values: np.ndarray) -> float:
-    """The sample standard deviation (n - 1); 0 for one value, and exactly 0 for equal ones.
+    """Returns the sample standard deviation (n - 1); 0 for one value, and exactly 0 for equal ones.
 
     >>> sample_std(np.array([0.0, 1.0, 1.0, 0.0, 0.5])), sample_std(np.full(3, 0.1))
     (0.5, 0.0)

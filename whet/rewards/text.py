@@ -48,7 +48,7 @@ R1_FORMAT = r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*<
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion: itself, or the text of the last message of a conversation.
+    """Returns the text of a completion: itself, or the text of the last message of a conversation.
 
     >>> text_of("4"), text_of([{"role": "assistant", "content": "4"}]), text_of([]), text_of(None)
     ('4', '4', '', '')
@@ -101,7 +101,8 @@ def boxed(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | Non
 
 
 def fuzzy_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
-    """The similarity of the completion and the answer, apart from case and white space; of several answers the nearest.
+    """Returns the similarity of the completion and the answer, apart from case and white space; of several answers the
+    nearest.
 
     s = 2 L / (|a| + |b|), L the length of the longest common subsequence of the two texts, in characters: 1 where they
     are the same, 0 where they share nothing.
@@ -188,7 +189,7 @@ def scored(
 
 
 def accepted_answers(answer: Any) -> list[str]:
-    """The accepted answers of a row, as texts.
+    """Returns the accepted answers of a row, as texts.
 
     >>> accepted_answers(4), accepted_answers(["a", None, " "]), accepted_answers(None)
     (['4'], ['a'], [])
@@ -210,7 +211,7 @@ def _score_answers(
 
 
 def stripped(text: str) -> str | None:
-    """The text without white space around it; None if it is empty.
+    """Returns the text without white space around it; None if it is empty.
 
     >>> stripped(" 4 "), stripped(" ")
     ('4', None)
@@ -219,7 +220,7 @@ def stripped(text: str) -> str | None:
 
 
 def read_number(text: str) -> Decimal | None:
-    """The last number of a text; None if there is none.
+    """Returns the last number of a text; None if there is none.
 
     >>> read_number("3 + 4 = 7.0.")
     Decimal('7.0')
@@ -229,7 +230,7 @@ def read_number(text: str) -> Decimal | None:
 
 
 def gold_number(text: str) -> Decimal | None:
-    """The last number of an answer; None if there is none, or if the answer is a fraction.
+    """Returns the last number of an answer; None if there is none, or if the answer is a fraction.
 
     >>> gold_number("#### 18"), gold_number("3/4")
     (Decimal('18'), None)
@@ -238,7 +239,7 @@ def gold_number(text: str) -> Decimal | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""The content of the last \boxed{...}; None if there is none, or it is not closed.
+    r"""Returns the content of the last \boxed{...}; None if there is none, or it is not closed.
 
     >>> last_box(r"\boxed{1}, so \boxed{x^{2}}.")
     'x^{2}'
@@ -256,7 +257,8 @@ def last_box(text: str) -> str | None:
 
 
 def read_box(text: str) -> str | Decimal | None:
-    r"""The content of the last \boxed{...} in normal form; None if there is none, or it is not closed, or empty.
+    r"""Returns the content of the last \boxed{...} in normal form; None if there is none, or it is not closed, or
+    empty.
 
     >>> read_box(r"\boxed{\dfrac{1}{2}}")
     '1/2'
@@ -266,12 +268,12 @@ def read_box(text: str) -> str | Decimal | None:
 
 
 def gold_boxed(text: str) -> str | Decimal | None:
-    """An answer in normal form, boxed or not; None if it is empty, or its box is not closed."""
+    """Returns an answer in normal form, boxed or not; None if it is empty, or its box is not closed."""
     return read_box(text) if r"\boxed{" in text else _normalize(text)
 
 
 def _normalize(latex: str) -> str | Decimal | None:
-    """A short formula in a normal form: a number if it is one, else a text; None if nothing is left."""
+    """Returns a short formula in a normal form: a number if it is one, else a text; None if nothing is left."""
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}", r"\1", latex.replace("−", "-"))
     text = re.sub(r"\\(?:left|right)(?![a-zA-Z])|\\[!,;: ]|[$\s]|\\%", "", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)

@@ -17,7 +17,7 @@ __all__ = ["verifiers"]
 async def verifiers(
     prompts: list[Any], completions: list[Any], task: list[str], index: list[int], **_: Any
 ) -> list[float]:
-    """The score that verifiers gives each completion: the weighted sum of the task's rewards and judges.
+    """Returns the score that verifiers gives each completion: the weighted sum of the task's rewards and judges.
 
     Args: prompts, completions: conversations. task, index: columns of the rows that `data=verifiers:...` makes.
     Returns: a score per completion.
@@ -30,7 +30,7 @@ async def verifiers(
 
 
 async def _score(task: Any, prompt: list[dict[str, Any]], completion: str) -> float:
-    """The score that a task gives one completion."""
+    """Returns the score that a task gives one completion."""
     from verifiers import v1  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
     from verifiers.v1.state import state_cls  # pyright: ignore[reportMissingImports]
 

@@ -54,7 +54,7 @@ def main(number: int, trainer: int) -> None:
 
 
 def memory_bytes() -> int:
-    """The memory of this process; on systems without /proc, its peak.
+    """Returns the memory of this process; on systems without /proc, its peak.
 
     >>> memory_bytes() > 2**20
     True

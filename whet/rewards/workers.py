@@ -103,14 +103,14 @@ class _Worker:
         self.process.wait()
 
     def describe_completion(self, batch: _Batch) -> str:
-        """The completion of the current call, for messages; "" for a call of the whole batch."""
+        """Returns the completion of the current call, for messages; "" for a call of the whole batch."""
         if self.part is None or not batch.calls[self.part.name].per_completion:
             return ""
         row, _, generation = batch.calls[self.part.name].ids[self.part.at[0][0]].rpartition("_")
         return f" for row {row}, generation {generation},"
 
     def describe_end(self) -> str:
-        """How the process ended, for messages."""
+        """Returns how the process ended, for messages."""
         self.connection.close()
         try:
             code = self.process.wait(POLL_S)

@@ -57,7 +57,7 @@ def _train(trainer: str, words: Sequence[str]) -> Any:
 
 
 def usage(trainer: str | None) -> str:
-    """The text of `--help`. Args: trainer: list the keys of this one; None = list no keys."""
+    """Returns the text of `--help`. Args: trainer: list the keys of this one; None = list no keys."""
     from whet.rl2.keys import KEYS, effect_of
 
     head = (

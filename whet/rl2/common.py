@@ -82,12 +82,12 @@ def translate_sizes(args: ParsedArgs) -> WhetKeys:
 
 
 def context_size(args: ParsedArgs) -> int:
-    """The number of processes that divide the tokens of a pass: sp_size, since 2026 cp_size."""
+    """Returns the number of processes that divide the tokens of a pass: sp_size, since 2026 cp_size."""
     return _size_of_all_roles(args, "sp_size", "cp_size")
 
 
 def _size_of_all_roles(args: ParsedArgs, *names: str) -> int:
-    """A size that all roles share, 1 if none has it; two different ones are a problem."""
+    """Returns a size that all roles share, 1 if none has it; two different ones are a problem."""
     sizes = {key: args.get_count(key) for key in (f"{role}.{name}" for role in ROLES for name in names)}
     own = {key: size for key, size in sizes.items() if args.values.get(key) is not None}
     if len({*own.values()}) > 1:
@@ -98,7 +98,7 @@ def _size_of_all_roles(args: ParsedArgs, *names: str) -> int:
 
 
 def _has_role(args: ParsedArgs, role: str) -> bool:
-    """Whether a command trains or reads a role. Keys of a critic without adv.estimator=gae are a problem."""
+    """Returns whether a command trains or reads a role. Keys of a critic without adv.estimator=gae are a problem."""
     has_role = {
         "actor": args.trainer != "rm",
         "ref_actor": args.trainer == "dpo" or (args.trainer == "ppo" and bool(args.get("actor.kl.coef"))),
@@ -111,7 +111,7 @@ def _has_role(args: ParsedArgs, role: str) -> bool:
 
 
 def translate_adapter(args: ParsedArgs, role: str, section: str) -> WhetKeys:
-    """The low-rank adapter of a role; empty if its rank is 0. Args: section: of whet's configuration."""
+    """Returns the low-rank adapter of a role; empty if its rank is 0. Args: section: of whet's configuration."""
     own = {name: args.get(f"{role}.lora.{name}") for name in ("rank", "alpha", "target_modules", "dropout")}
     if not own["rank"]:
         return {}
@@ -168,7 +168,7 @@ def translate_optimizer(args: ParsedArgs, role: str, section: str) -> WhetKeys:
 
 
 def split_of(path: Any) -> tuple[str, Any]:
-    """The split of split@path, and the path."""
+    """Returns the split of split@path, and the path."""
     split, at, rest = str(path).partition("@")
     return (split, rest) if at and path is not None else ("train", path)
 
@@ -197,7 +197,7 @@ def translate_trainer(args: ParsedArgs) -> WhetKeys:
 
 
 def named_step(path: str) -> str:
-    """The reference to an environment of RL2's later forms: its file and the function step or env_step.
+    """Returns the reference to an environment of RL2's later forms: its file and the function step or env_step.
 
     Args: path: of a file. Returns: the path itself where the file has reward_fn or interact, or neither function.
     """

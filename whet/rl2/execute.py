@@ -40,7 +40,7 @@ def train(args: ParsedArgs, config: Any) -> dict[str, Any]:
 
 
 def with_steps(config: RunConfig) -> RunConfig:
-    """The configuration with trainer.max_steps, where groups are filtered and the length is a number of epochs.
+    """Returns the configuration with trainer.max_steps, where groups are filtered and the length is a number of epochs.
 
     The run has as many steps as the epochs have without filtering; further prompts come from the next epoch.
     Raises: ConfigError: the data have no length.
@@ -60,7 +60,7 @@ def with_steps(config: RunConfig) -> RunConfig:
 
 
 def with_folder(config: Any, args: ParsedArgs) -> Any:
-    """The configuration with a run folder that holds no other run, unless whet.trainer.run_dir names one.
+    """Returns the configuration with a run folder that holds no other run, unless whet.trainer.run_dir names one.
 
     Several runs may have the name of one experiment: the folder of the second ends in _2. trainer.load_ckpt_from=latest
     resumes the last of them.
@@ -82,7 +82,7 @@ def _holds_run(folder: str) -> bool:
 
 
 def with_columns(config: Any, args: ParsedArgs) -> Any:
-    """The configuration with columns that the first row has.
+    """Returns the configuration with columns that the first row has.
 
     RL2 reads messages with the chat template and a prompt without it, whatever else a row has. A row with both gets a
     line in the log. Where the column that RL2 would read is missing and no key names it, whet's own rule finds another.
@@ -111,7 +111,7 @@ def with_columns(config: Any, args: ParsedArgs) -> Any:
 
 
 def _with_loggers(config: Any) -> Any:
-    """The configuration without Weights & Biases where that is not installed; RL2 logs there by default."""
+    """Returns the configuration without Weights & Biases where that is not installed; RL2 logs there by default."""
     if "wandb" not in config.trainer.loggers:
         return config
     if importlib.util.find_spec("wandb") is not None:

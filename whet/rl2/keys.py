@@ -13,19 +13,21 @@ __all__ = ["KEYS", "MEGATRON", "effect_of"]
 
 
 def effect_of(field: Field) -> str:
-    """The word that the page and `--help` show for a row without a key of whet's."""
+    """Returns the word that the page and `--help` show for a row without a key of whet's."""
     if field.state == "refused":
         return "refused above 1" if field.harmless[-1:] == (1,) else "refused"
     return "checked" if field.state == "differs" else field.state
 
 
 def copied(key: str, note: str = "") -> Field:
-    """A row for a key that the translation copies to a key of whet's."""
+    """Returns a row for a key that the translation copies to a key of whet's."""
     return Field(state="works", note=note, key=key)
 
 
 def computed(key: str = "", note: str = "") -> Field:
-    """A row for a key from which, with others, the translation computes keys of whet's; "" = it is only checked."""
+    """Returns a row for a key from which, with others, the translation computes keys of whet's; "" = it is only
+    checked.
+    """
     return Field(state="differs", note=note, key=key)
 
 
@@ -56,7 +58,7 @@ _ROLE_FOLDER = "whet saves all roles together, in the run folder: trainer.save_d
 
 
 def _sampling(mode: str, to: str) -> dict[str, Field]:
-    """The keys below sampling_params, which have SGLang's names."""
+    """Returns the keys below sampling_params, which have SGLang's names."""
     same = {
         "temperature": "temperature",
         "max_new_tokens": "max_tokens_to_generate",
@@ -94,7 +96,7 @@ def _under(prefix: str, keys: dict[str, Field]) -> dict[str, Field]:
 
 
 def _model(role: str, section: str) -> dict[str, Field]:
-    """The keys of every model."""
+    """Returns the keys of every model."""
     return {
         "model_name": copied(f"{section}.model"),
         "tokenizer_name": computed("tokenizer", "all roles use the actor's tokenizer"),
@@ -114,7 +116,7 @@ def _model(role: str, section: str) -> dict[str, Field]:
 
 
 def _trained(role: str, section: str) -> dict[str, Field]:
-    """The keys of a model that is trained."""
+    """Returns the keys of a model that is trained."""
     optim = f"{section}.optim"
     lr, decay = (
         copied(f"{optim}.lr"),
@@ -316,7 +318,7 @@ _PAIR_KEYS = {
 
 
 def _examples(**columns: Field) -> dict[str, Field]:
-    """The keys of a data set for supervised training and of its columns."""
+    """Returns the keys of a data set for supervised training and of its columns."""
     own = {f"{name}_key": key for name, key in columns.items()}
     test = {name: computed("", _AS_IN_TRAINING) for name in ("prompt_key", *own)}
     return {

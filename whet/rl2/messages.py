@@ -11,7 +11,7 @@ __all__ = ["vocabulary"]
 
 
 def vocabulary(args: ParsedArgs) -> Vocabulary:
-    """The vocabulary of a command: RL2's key for each key of whet's, else whet.<key>.
+    """Returns the vocabulary of a command: RL2's key for each key of whet's, else whet.<key>.
 
     A key that the command sets as whet.<key> keeps that name. Where RL2 has several keys for one of whet's, it is the
     one that the command has, else the one of the same name, else the first.

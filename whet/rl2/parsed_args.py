@@ -72,7 +72,7 @@ class ParsedArgs:
         return not (self.is_september_2025 or self.is_2026)
 
     def get(self, *keys: str, default: Any = None) -> Any:
-        """The value of a key that has several names; two different values are a problem."""
+        """Returns the value of a key that has several names; two different values are a problem."""
         values = {k: self.values[k] for k in keys if self.values.get(k) is not None}
         if len({repr(v) for v in values.values()}) > 1:
             self.problems.append(
@@ -81,7 +81,7 @@ class ParsedArgs:
         return next(iter(values.values()), default)
 
     def get_count(self, *keys: str, default: int = 1) -> int:
-        """A positive whole number, or the default; another value is a problem."""
+        """Returns a positive whole number, or the default; another value is a problem."""
         value = self.get(*keys, default=default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self.problems.append(
@@ -91,14 +91,14 @@ class ParsedArgs:
         return value
 
     def require(self, what: str, *keys: str) -> Any:
-        """A value without a default; a missing one is a problem. Args: what: its meaning, for the message."""
+        """Returns a value without a default; a missing one is a problem. Args: what: its meaning, for the message."""
         value = self.get(*keys)
         if value is None:
             self.problems.append(f"{what} is not given; write {keys[0]}=...")
         return value
 
     def require_choice(self, key: str, value: Any, known: Sequence[str]) -> Any:
-        """The value; one that is not known is a problem."""
+        """Returns the value; one that is not known is a problem."""
         if value not in known:
             self.problems.append(str(lookup_error(key, value, known)))
         return value
@@ -111,7 +111,7 @@ class ParsedArgs:
                 self.problems.append(f"{key}={value!r} is refused: it is {expected!r} for the others; leave it out")
 
     def under(self, prefix: str) -> dict[str, Any]:
-        """The values below a prefix, by the rest of their keys."""
+        """Returns the values below a prefix, by the rest of their keys."""
         return {k.removeprefix(f"{prefix}."): v for k, v in self.values.items() if k.startswith(f"{prefix}.")}
 
     def collect_refused(self) -> None:
@@ -162,7 +162,7 @@ def parse_args(trainer: str, words: Sequence[str]) -> ParsedArgs:
 
 
 def _is_text(trainer: str, names: Sequence[str], text: str) -> bool:
-    """Whether the value of a key is text, as it was typed, because whet's key takes text.
+    """Returns whether the value of a key is text, as it was typed, because whet's key takes text.
 
     As in hydra, a quoted word loses its quotes, and null is None.
     """
@@ -179,7 +179,7 @@ def _is_text(trainer: str, names: Sequence[str], text: str) -> bool:
 
 
 def find_field(key: str, known: Table) -> Field | None:
-    """The row of a key, or the row with a * that covers it; None = there is none."""
+    """Returns the row of a key, or the row with a * that covers it; None = there is none."""
     parts = key.split(".")
     starred = [".".join([*parts[:n], "*"]) for n in range(len(parts) - 1, 0, -1)]
     return next((known[name] for name in (key, *starred) if name in known), None)
@@ -196,7 +196,7 @@ def flatten(node: Mapping[str, Any], known: Table, prefix: str = "") -> Iterable
 
 
 def _unknown(key: str, known: Table) -> str | None:
-    """The message for a key that RL2 lacks; None = RL2 has it."""
+    """Returns the message for a key that RL2 lacks; None = RL2 has it."""
     if find_field(key, known) is not None:
         return None
     keys = [k.removesuffix(".*") for k in known]
@@ -207,7 +207,7 @@ def _unknown(key: str, known: Table) -> str | None:
 
 
 def copied_values(args: ParsedArgs) -> dict[str, Any]:
-    """The values that are copied, by whet's keys."""
+    """Returns the values that are copied, by whet's keys."""
     flat: dict[str, Any] = {}
     for key, value in args.values.items():
         row = find_field(key, KEYS[args.trainer])

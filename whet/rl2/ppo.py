@@ -85,7 +85,7 @@ def translate_sampling(args: ParsedArgs) -> WhetKeys:
 
 
 def _sampling_args(args: ParsedArgs, mode: str) -> ParsedArgs:
-    """The arguments that are sampling parameters of one mode."""
+    """Returns the arguments that are sampling parameters of one mode."""
     of_mode = (f"rollout.{mode}_sampling_params.", f"rollout.{mode}.sampling_params.")
     return ParsedArgs(args.trainer, {k: v for k, v in args.values.items() if k.startswith(of_mode)}, {})
 

@@ -41,7 +41,7 @@ class _Resolver:
         self.problems: list[str] = []
 
     def node(self, value: Any, place: tuple[str, ...], seen: tuple[str, ...] = ()) -> Any:
-        """A value without references. Args: place: its key. seen: the references on the way to it."""
+        """Returns a value without references. Args: place: its key. seen: the references on the way to it."""
         if isinstance(value, Mapping):
             return {k: self.node(v, (*place, str(k)), seen) for k, v in value.items()}
         if isinstance(value, list):
@@ -56,7 +56,7 @@ class _Resolver:
         return text
 
     def _value(self, name: str, value: str, place: tuple[str, ...], seen: tuple[str, ...]) -> Any:
-        """The value of one reference; None, with a problem, if it has none."""
+        """Returns the value of one reference; None, with a problem, if it has none."""
         try:
             kind, colon, rest = name.strip().partition(":")
             if colon:
@@ -77,14 +77,16 @@ class _Resolver:
         return self.node(node, tuple(key.split(".")), (*seen, key))
 
     def _key(self, name: str, place: tuple[str, ...]) -> str:
-        """The key that a reference names: from the root, or with leading dots relative to its own place."""
+        """Returns the key that a reference names: from the root, or with leading dots relative to its own place."""
         up = len(name) - len(name.lstrip("."))
         key = ".".join([*place[: max(0, len(place) - up)], name.lstrip(".")]) if up else name
         return key.removeprefix("actor.") if key.startswith("actor.rollout.") else key
 
 
 def _of_environment(kind: str, rest: str) -> Any:
-    """The value of ${oc.env:NAME} or ${oc.env:NAME,default}. Raises ConfigError: another resolver, no such variable."""
+    """Returns the value of ${oc.env:NAME} or ${oc.env:NAME,default}. Raises ConfigError: another resolver, no such
+    variable.
+    """
     if kind != "oc.env":
         raise ConfigError(f"the resolver {kind} is not supported, only oc.env; write the value")
     name, comma, default = (part.strip() for part in rest.partition(","))

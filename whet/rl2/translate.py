@@ -21,7 +21,7 @@ __all__ = ["translate_args", "translate_command", "translated_tree"]
 
 
 def translate_command(trainer: str, words: Sequence[str]) -> Any:
-    """The checked configuration of a command.
+    """Returns the checked configuration of a command.
 
     Args: trainer: ppo, sft, rm or dpo. words: as RL2 takes them; whet.<key> sets a key of whet's and wins.
     Raises: ConfigError: all problems at once, a line each.
@@ -35,14 +35,14 @@ def translate_command(trainer: str, words: Sequence[str]) -> Any:
 
 
 def translate_args(args: ParsedArgs) -> Any:
-    """The checked configuration of parsed arguments. Raises ConfigError: as `translate_command` does."""
+    """Returns the checked configuration of parsed arguments. Raises ConfigError: as `translate_command` does."""
     kind, tree = translated_tree(args)
     with vocabulary(args).translating():
         return config_from_dict(kind, merge(tree, args.whet_keys))
 
 
 def translated_tree(args: ParsedArgs) -> tuple[type, dict[str, Any]]:
-    """The class of the configuration and its tree, without the keys given as whet.<key>."""
+    """Returns the class of the configuration and its tree, without the keys given as whet.<key>."""
     args.collect_refused()
     sizes = translate_sizes(args)
     args.raise_problems()

@@ -38,7 +38,7 @@ def check_engine(name: str | type) -> None:
 
 
 def resolve_engine(name: str | type) -> type:
-    """The class of an engine.
+    """Returns the class of an engine.
 
     Args: name: a name from ENGINES, a class (returned as it is), "package.module:Class" or "file.py:Class".
     Returns: the class; nothing is built.

@@ -100,7 +100,7 @@ class Sampling:
 
 
 def sampling_processors(sampling: Sampling) -> LogitsProcessors:
-    """The distribution whose logprobs the sampler reports and the trainer computes.
+    """Returns the distribution whose logprobs the sampler reports and the trainer computes.
 
     >>> sampling_processors(Sampling(top_k=3)).top_k, sampling_processors(Sampling(top_k=3, logprobs_mode="full")).full
     (3, True)
@@ -149,7 +149,7 @@ class Request:
     changes no token, except as batching does (docs/exactness.md)."""
 
     def after(self, tokens: np.ndarray) -> Request:
-        """The request that resumes this one. Args: tokens: int [C], the completion tokens drawn for it.
+        """Returns the request that resumes this one. Args: tokens: int [C], the completion tokens drawn for it.
 
         >>> r = Request(id=3, tokens=np.array([5]), sampling=Sampling(max_tokens=8), group=0, rng_key=(0, 0, 0, 0))
         >>> r.after(np.array([7, 2])).offset, r.after(np.array([7, 2])).sampling.max_tokens
@@ -178,11 +178,11 @@ class PartialOutput:
     """Why it ended; None = it continues. rollout/stopping.py has the rule."""
 
     def after(self, count: int) -> PartialOutput:
-        """The same without its first tokens."""
+        """Returns the same without its first tokens."""
         return replace(self, tokens=self.tokens[count:], logprobs=self.logprobs[count:], versions=self.versions[count:])
 
     def finished(self, reason: FinishReason, logits: np.ndarray | None = None) -> Output:
-        """The result of the request, whose tokens these are."""
+        """Returns the result of the request, whose tokens these are."""
         return Output(**{**vars(self), "finish_reason": reason}, logits=logits)
 
 
@@ -278,11 +278,11 @@ class EngineStats:
         return self.row_steps / self.steps if self.steps else 0.0
 
     def plus(self, **counts: int) -> EngineStats:
-        """The same with these counts added, such as steps=4."""
+        """Returns the same with these counts added, such as steps=4."""
         return replace(self, **{name: vars(self)[name] + n for name, n in counts.items()})
 
     def since(self, earlier: EngineStats) -> EngineStats:
-        """The same, with counts since an earlier state in place of those since construction."""
+        """Returns the same, with counts since an earlier state in place of those since construction."""
         counts = ("prefilled", "reused", "generated", "steps", "row_steps")
         return replace(self, **{name: vars(self)[name] - vars(earlier)[name] for name in counts})
 
@@ -311,11 +311,11 @@ class RolloutEngine(Protocol):
         ...
 
     def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
-        """All tokens so far of requests in flight, without computing; {} without caps.peek."""
+        """Returns all tokens so far of requests in flight, without computing; {} without caps.peek."""
         ...
 
     def stats(self) -> EngineStats:
-        """Its state now, and its counts since construction."""
+        """Returns its state now, and its counts since construction."""
         ...
 
     def abort(self, ids: Iterable[int]) -> list[Output]:

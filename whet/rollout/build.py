@@ -22,7 +22,7 @@ log = logging.getLogger("whet")
 
 
 def make_sampling(config: RolloutConfig, eos_ids: Sequence[int], tokenizer: Any = None) -> Sampling:
-    """The sampling parameters of a rollout configuration.
+    """Returns the sampling parameters of a rollout configuration.
 
     Args:
         config: of a mode; its `eos_tokens` replace eos_ids.
@@ -74,7 +74,7 @@ def make_engine(
     generation_kwargs: Iterable[str] = (),
     grammars: Grammars | None = None,
 ) -> RolloutEngine:
-    """The engine of a cluster.
+    """Returns the engine of a cluster.
 
     Args:
         spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with the classmethod
@@ -146,10 +146,10 @@ def _warn_unused(spec: Any, config: RolloutConfig) -> None:
 
 
 def make_grammars(loaded: LoadedModel, tokenizer: Any) -> Grammars:
-    """The grammars of a model's tokenizer; nothing is compiled before the first constraint."""
+    """Returns the grammars of a model's tokenizer; nothing is compiled before the first constraint."""
     return Grammars(tokenizer, vocabulary=int(loaded.module.get_input_embeddings().weight.shape[0]))  # pyright: ignore
 
 
 def describe_engine(engine: RolloutEngine) -> dict[str, str]:
-    """An engine's class and the implementation of its parts, for environment.json."""
+    """Returns an engine's class and the implementation of its parts, for environment.json."""
     return {"engine": type(engine).__name__, **engine.backends}

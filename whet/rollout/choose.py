@@ -28,7 +28,7 @@ def choose_engine(
     num_processes: int = 1,
     is_quantized: bool = False,
 ) -> str:
-    """The engine that rollout_engine "auto" stands for, which is logged with the reason.
+    """Returns the engine that rollout_engine "auto" stands for, which is logged with the reason.
 
     Args: config: of the rollout. samplings: of the modes; () = those of config. device: of the policy. num_processes:
         that train together. is_quantized: whether the policy's weights are packed in 4 bits.

@@ -50,7 +50,7 @@ class Matcher:
         """Set where no token may follow: "stop" = the language ends here; "error" = every continuation is forbidden."""
 
     def copy(self) -> Matcher:
-        """A copy in the same state."""
+        """Returns a copy in the same state."""
         other = Matcher(self._inner.deep_copy(), self._rules)
         other._num_tokens, other.allowed, other.finish_reason = self._num_tokens, self.allowed, self.finish_reason
         return other
@@ -123,12 +123,12 @@ class Grammars:
             self._root(sampling)
 
     def _root(self, sampling: Sampling) -> Matcher:
-        """The start of a Sampling's language, compiled once for all Samplings with the same masks."""
+        """Returns the start of a Sampling's language, compiled once for all Samplings with the same masks."""
         assert sampling.constraint is not None
         return self._compile(sampling.constraint, sampling.stop_ids, sampling.forbidden_ids, sampling.min_tokens)
 
     def matcher(self, sampling: Sampling, tokens: Sequence[int] = ()) -> Matcher:
-        """The matcher of a completion.
+        """Returns the matcher of a completion.
 
         Args: sampling: with a constraint. tokens: of the completion so far.
         Returns: the matcher, with `allowed` and `finish_reason` set.
@@ -143,7 +143,7 @@ class Grammars:
         return matcher
 
     def start(self, request: Request) -> Matcher | None:
-        """The matcher of a request, after the tokens of its offset; None without a constraint.
+        """Returns the matcher of a request, after the tokens of its offset; None without a constraint.
 
         Raises: EngineError: these tokens leave the language, or no token may follow them.
         """
@@ -186,7 +186,7 @@ class Grammars:
         return torch.from_numpy(np.stack([free if m is None or m.finish_reason else m.allowed for m in matchers]))
 
     def replay(self, sampling: Sampling, tokens: np.ndarray, sequence: np.ndarray, sampled: np.ndarray) -> torch.Tensor:
-        """The masks that tokens were drawn under.
+        """Returns the masks that tokens were drawn under.
 
         Each run of sampled tokens of a sequence is a separate text, as the turns of a conversation are.
 
@@ -319,13 +319,15 @@ class Masks:
         return sum(row.nbytes for row in self._rows)
 
     def of_targets(self, sampling: Sampling, micro: MicroBatch) -> torch.Tensor:
-        """The masks of a micro-batch's targets. Args: sampling: they were drawn under. Returns: uint8 [s, W]."""
+        """Returns the masks of a micro-batch's targets. Args: sampling: they were drawn under. Returns: uint8
+        [s, W].
+        """
         micro = micro.on_host
         sampled = micro.batch.versions[micro.token_index] >= 0
         return self.of(sampling, micro.targets.numpy(), micro.sequence.numpy(), sampled.numpy())
 
     def of(self, sampling: Sampling, tokens: np.ndarray, sequence: np.ndarray, sampled: np.ndarray) -> torch.Tensor:
-        """The masks of `Grammars.replay`, with the same arguments and errors; sequences are complete."""
+        """Returns the masks of `Grammars.replay`, with the same arguments and errors; sequences are complete."""
         cuts = [0, *(np.flatnonzero(sequence[1:] != sequence[:-1]) + 1).tolist(), len(tokens)]
         spans: dict[Hashable, list[slice]] = {}
         for a, b in itertools.pairwise(cuts):
@@ -382,7 +384,7 @@ def _library() -> Any:
 
 
 def _source(constraint: Constraint) -> str:
-    """The constraint as llguidance reads it: a Lark grammar."""
+    """Returns the constraint as llguidance reads it: a Lark grammar."""
     library, text = _library(), constraint.text
     if constraint.kind == "regex":
         text = f"start: /{library.regex_to_lark(text, '')}/"
@@ -395,5 +397,5 @@ def _source(constraint: Constraint) -> str:
 
 
 def _reason(message: str) -> str:
-    """An error of llguidance in one line, without the drawing of its position."""
+    """Returns an error of llguidance in one line, without the drawing of its position."""
     return " ".join(line.strip() for line in message.splitlines() if line.strip(" ^") and "|" not in line)

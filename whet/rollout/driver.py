@@ -113,7 +113,8 @@ class Episode:
         conversation: int | None = None,
         expected: int | None = None,
     ) -> Request:
-        """A request of its next turn. max_tokens random numbers are reserved for it, and no other turn repeats them.
+        """Returns a request of its next turn. max_tokens random numbers are reserved for it, and no other turn repeats
+        them.
 
         Args:
             tokens: int32 [P], the prompt and everything after it.
@@ -134,7 +135,7 @@ class Episode:
 
 
 def completion(*parts: Output | np.ndarray, generation: int, info: Mapping[str, Any] | None = None) -> Completion:
-    """One training sequence from the outputs of an episode and the tokens between them.
+    """Returns one training sequence from the outputs of an episode and the tokens between them.
 
     Args:
         parts: in order: outputs, whose tokens are trained, and int arrays [C] of tokens that were not drawn and are not
@@ -172,7 +173,7 @@ def completion(*parts: Output | np.ndarray, generation: int, info: Mapping[str, 
 def single_turn(
     prompt: Prompt, sampling: Sampling, *, rng_key: tuple[int, int, int, int], expected: int | None = None
 ) -> Episode:
-    """An episode of one turn: a completion to a prompt. Args: as in Request."""
+    """Returns an episode of one turn: a completion to a prompt. Args: as in Request."""
 
     def run(episode: Episode) -> Turns:
         output = yield episode.request(prompt.tokens, sampling, expected=expected)
@@ -236,7 +237,7 @@ class _GroupInFlight:
     """Request.group in the engine: the id of its first request."""
 
     def finished(self) -> Group | None:
-        """The group, once all its episodes have ended."""
+        """Returns the group, once all its episodes have ended."""
         ordered = sorted(self.running, key=lambda r: r.episode.generation)
         if any(r.completions is None for r in ordered):
             return None
@@ -406,7 +407,7 @@ class Rollouts:
             raise RolloutStopped(f"gave up waiting for {waits}")
 
     def _step(self, timeout_s: float | None) -> None:
-        """One step of the engine, a short one while external calls are running."""
+        """Runs one step of the engine, a short one while external calls are running."""
         if self._calling:
             timeout_s = CALL_POLL_S if timeout_s is None else min(timeout_s, CALL_POLL_S)
         if timeout_s is None:
@@ -494,7 +495,7 @@ class Rollouts:
             self.engine.submit(requests)
 
     def _numbered(self, running: _RunningEpisode, yielded: Request | Sequence[Request]) -> list[Request]:
-        """The requests that an episode has yielded, with ids and the number of its group."""
+        """Returns the requests that an episode has yielded, with ids and the number of its group."""
         running.single, running.since, running.phase = isinstance(yielded, Request), time.monotonic(), "engine"
         requests = [yielded] if isinstance(yielded, Request) else list(yielded)
         if not requests:
@@ -516,7 +517,7 @@ def _add_seconds(running: _RunningEpisode, seconds: float) -> None:
 
 
 def _check_completions(episode: Episode, returned: Any) -> tuple[Completion, ...]:
-    """The completions that an episode returned. Raises DataError: there are none, or another episode's."""
+    """Returns the completions that an episode returned. Raises DataError: there are none, or another episode's."""
     completions = (returned,) if isinstance(returned, Completion) else tuple(returned or ())
     if not completions or any(c.generation != episode.generation for c in completions):
         description = [c.generation for c in completions] or returned
@@ -563,7 +564,7 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Parti
 
 
 def _finite(partial: PartialOutput) -> PartialOutput:
-    """The same output. Raises EngineError: its logprobs are not finite."""
+    """Returns the same output. Raises EngineError: its logprobs are not finite."""
     if not np.isfinite(partial.logprobs).all():
         raise EngineError("the model's logits are not finite; its weights are broken, or its dtype is too narrow")
     return partial

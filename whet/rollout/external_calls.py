@@ -95,7 +95,7 @@ class ExternalCalls:
         self._loop.call_soon_threadsafe(self._start_task, key, call, context)
 
     def collect(self, timeout_s: float | None = None) -> list[CallResult]:
-        """The calls that have ended since the last time. Waits for the first one.
+        """Returns the calls that have ended since the last time. Waits for the first one.
 
         Args: timeout_s: of the waiting; None = no limit. Returns: [] = none has ended, or none is running.
         """
@@ -166,7 +166,7 @@ class ExternalCalls:
 
 
 async def run_function(function: Callable[[], Any]) -> Any:
-    """The value of a function: an async one is awaited, a plain one runs in a thread.
+    """Returns the value of a function: an async one is awaited, a plain one runs in a thread.
 
     The thread is a daemon: one that hangs does not keep the program alive.
     """

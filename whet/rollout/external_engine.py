@@ -97,7 +97,7 @@ class ExternalEngine:
     def from_config(
         cls, config: RolloutConfig, model: LoadedModel, *, decode: Decode, samplings: Sequence[Sampling] = (), **_: Any
     ) -> Self:
-        """The engine of a rollout configuration. Args: as make_engine's."""
+        """Returns the engine of a rollout configuration. Args: as make_engine's."""
         return cls(model, decode=decode, config=config, samplings=samplings)
 
     def _check_sampling(self, sampling: Sampling) -> None:
@@ -119,7 +119,7 @@ class ExternalEngine:
 
 
 def request_seed(request: Request, bits: int = 63) -> int:
-    """The seed of a request's draws, from its rng_key and where it resumes.
+    """Returns the seed of a request's draws, from its rng_key and where it resumes.
 
     Args: request: its rng_key, draw and offset. bits: the seed is below 2**bits.
     Returns: equal for equal keys. A later turn has another seed, and so has a resumed request: neither must
@@ -233,7 +233,7 @@ class WeightNames:
         self._fused = None if is_same else module
 
     def complete(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The weights as a checkpoint has them, each shared tensor under each of its names.
+        """Yields the weights as a checkpoint has them, each shared tensor under each of its names.
 
         A tied head is sent explicitly: on a CPU vLLM has a packed copy of it, which no other name updates. Parameters
         that transformers fuses when it loads (the experts of a layer) are split again, one at a time.
@@ -259,7 +259,7 @@ class WeightNames:
             )
 
     def _stored(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """A parameter under the names of a checkpoint."""
+        """Returns a parameter under the names of a checkpoint."""
         if self._fused is None:
             return [(name, tensor)]
         return revert_weight_conversion(self._fused, {name: tensor.detach()}).items()  # pyright: ignore

@@ -65,7 +65,8 @@ class _Options:
 
 
 def validate_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as transformers takes them. Raises ConfigError: one that is unknown or whet's own, a value out of range.
+    """Returns options as transformers takes them. Raises ConfigError: one that is unknown or whet's own, a value out of
+    range.
 
     >>> validate_options({"num_beans": 2})
     Traceback (most recent call last):
@@ -78,7 +79,7 @@ def validate_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def freeze_options(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Options in a hashable form: sorted, lists as tuples, a mapping as pairs, without None.
+    """Returns options in a hashable form: sorted, lists as tuples, a mapping as pairs, without None.
 
     >>> freeze_options({"sequence_bias": {(5, 6): 2.0}, "no_repeat_ngram_size": 3})
     (('no_repeat_ngram_size', 3), ('sequence_bias', (((5, 6), 2.0),)))
@@ -92,7 +93,7 @@ def _freeze(value: Any) -> Any:
 
 
 def num_beams(sampling: Sampling) -> int:
-    """The number of beams of a Sampling; 1 = no beam search."""
+    """Returns the number of beams of a Sampling; 1 = no beam search."""
     return dict(sampling.generation_kwargs).get("num_beams", 1)
 
 
@@ -125,7 +126,7 @@ def check_options(request: Request, *, vocabulary: int) -> None:
 
 
 def _ids(value: Any) -> list[int]:
-    """The integers in nested tuples."""
+    """Returns the integers in nested tuples."""
     if isinstance(value, tuple):
         return [i for part in value for i in _ids(part)]
     return [value] if isinstance(value, int) else []
@@ -186,7 +187,7 @@ def _generate(module: Any, ids: Tensor, request: Request, *, num_generations: in
 
 
 def logits_processors(module: Any, ids: Tensor, request: Request) -> Callable[[Tensor, Tensor], Tensor]:
-    """The logits processors of transformers for a batch. Args: as `_generate`.
+    """Returns the logits processors of transformers for a batch. Args: as `_generate`.
 
     Returns: (ids so far, fp32 logits [n, V]) -> the scores [n, V] to draw from.
     """
@@ -195,7 +196,7 @@ def logits_processors(module: Any, ids: Tensor, request: Request) -> Callable[[T
 
 
 def beam_search(module: nn.Module, batch: Sequence[Request], *, decode: Decode | None, version: int) -> list[Output]:
-    """The best completions of prompts of equal lengths.
+    """Returns the best completions of prompts of equal lengths.
 
     Args:
         module: a model of transformers, in eval mode, with its own attention.
@@ -216,7 +217,7 @@ def beam_search(module: nn.Module, batch: Sequence[Request], *, decode: Decode |
 
 
 def _output(module: nn.Module, request: Request, row: Tensor, decode: Decode | None, version: int) -> Output:
-    """A request's beam up to its end, with the model's own logprobs."""
+    """Returns a request's beam up to its end, with the model's own logprobs."""
     sampling, prompt = request.sampling, len(request.tokens)
     tokens = row[prompt:].tolist()
     length, reason = find_end(sampling, tokens, new=len(tokens), decode=decode) or (len(tokens), "length")
@@ -235,7 +236,7 @@ def _output(module: nn.Module, request: Request, row: Tensor, decode: Decode | N
 
 
 def _stop_string_criterion(decode: Decode, stop: Sequence[str], prompt: int) -> Any:
-    """A stopping criterion: which beams have completed a stop string. It is called after each token."""
+    """Returns a stopping criterion: which beams have completed a stop string. It is called after each token."""
     ended: set[tuple[int, ...]] = set()
 
     def criterion(ids: Tensor, scores: Any, **_: Any) -> Tensor:

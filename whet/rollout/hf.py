@@ -92,7 +92,7 @@ class HFEngine(QueueEngine):
     def from_config(
         cls, config: RolloutConfig, model: LoadedModel, *, decode: Decode, grammars: Grammars | None = None, **_: Any
     ) -> Self:
-        """The engine of a rollout configuration. Args: as make_engine's."""
+        """Returns the engine of a rollout configuration. Args: as make_engine's."""
         return cls(model, decode=decode, batch_size=config.max_batch_size, grammars=grammars)
 
     def check(self, request: Request) -> None:
@@ -186,7 +186,7 @@ class HFEngine(QueueEngine):
         return ended
 
     def _forward(self, ids: Tensor, cache: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Logits [n V] after the last token, and the model's cache under its name; {} where it has none.
+        """Returns logits [n V] after the last token, and the model's cache under its name; {} where it has none.
 
         Args: ids: Long [n T], tokens that the cache does not hold.
         """

@@ -90,7 +90,7 @@ class InFlightRequest:
     def find_end(
         self, decode: Callable[[Sequence[int]], str] | None, *, new: int, unrecorded: np.ndarray = NONE
     ) -> tuple[int, FinishReason] | None:
-        """Where and why it ends, as `stopping.find_end` has it.
+        """Returns where and why it ends, as `stopping.find_end` has it.
 
         Args: new: tokens since the last look. unrecorded: tokens drawn after `self.tokens`.
         """
@@ -100,11 +100,11 @@ class InFlightRequest:
         return find_end(r.sampling, tokens, new=new, decode=decode, earlier=r.tokens[len(r.tokens) - r.offset :])
 
     def resumed(self) -> Request:
-        """The request that continues after the tokens drawn so far."""
+        """Returns the request that continues after the tokens drawn so far."""
         return self.request.after(np.array(self.tokens, np.int32)) if self.tokens else self.request
 
     def partial(self, tokens: np.ndarray = NONE, logprobs: np.ndarray = NONE, version: int = 0) -> PartialOutput:
-        """All of its tokens so far. Args: those drawn after `self.tokens`, and the version that drew them."""
+        """Returns all of its tokens so far. Args: those drawn after `self.tokens`, and the version that drew them."""
         return PartialOutput(
             id=self.request.id,
             tokens=np.array([*self.tokens, *tokens], np.int32),
@@ -113,6 +113,6 @@ class InFlightRequest:
         )
 
     def output(self, reason: FinishReason) -> Output:
-        """Its result. Args: reason: why it ended."""
+        """Returns its result. Args: reason: why it ended."""
         logits = np.concatenate(self.logits)[: len(self.tokens)] if self.logits else None
         return self.partial().finished(reason, logits)

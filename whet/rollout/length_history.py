@@ -33,7 +33,7 @@ class LengthHistory:
         self._lengths: dict[str, dict[int, int]] = {}
 
     def of(self, kind: str, prompts: Sequence[Prompt]) -> list[int | None]:
-        """Tokens of each prompt's longest completion the last time; None = it had none yet."""
+        """Returns tokens of each prompt's longest completion the last time; None = it had none yet."""
         lengths = self._lengths.get(kind, {})
         return [lengths.get(p.row) for p in prompts]
 

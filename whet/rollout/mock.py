@@ -76,13 +76,13 @@ class MockEngine(QueueEngine):
             raise EngineError(f"request {request.id}: all {self._vocabulary} tokens are stop or forbidden ids")
 
     def step(self, timeout_s: float | None = None) -> list[Output]:
-        """The next few completions; [] = nothing in flight. Raises EngineError: the engine is asleep."""
+        """Returns the next few completions; [] = nothing in flight. Raises EngineError: the engine is asleep."""
         self.check_awake()
         taken = [self.queue.popleft() for _ in range(min(self._per_step, len(self.queue)))]
         return self.finish(taken, [self._output(r) for r in taken])
 
     def _output(self, request: Request) -> Output:
-        """One completion, from start to end."""
+        """Returns one completion, from start to end."""
         s, key = request.sampling, hash_rng_key(*request.rng_key)
         turn = hash_rng_key(key % 2**64, request.draw, 0, 0) if request.draw else key  # each has a length of its own
         length = max(s.min_tokens, self._length(turn, s.max_tokens + request.offset))
@@ -105,7 +105,7 @@ class MockEngine(QueueEngine):
         )
 
     def _length(self, key: int, longest: int) -> int:
-        """Tokens of a completion. Args: key: of its draws. longest: the most tokens it may have."""
+        """Returns tokens of a completion. Args: key: of its draws. longest: the most tokens it may have."""
         if self._lengths == "fixed":
             return longest
         u, w = uniform(torch.tensor([key, key]), torch.tensor([LENGTH, SPREAD])).tolist()

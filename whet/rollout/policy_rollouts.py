@@ -117,7 +117,9 @@ class PolicyRollouts:
         first_id = self.driver.next_id
 
         def sample_share(places: Sequence[int]) -> tuple[list[tuple[Any, ...]], int]:
-            """The groups of some prompts without the prompts, which all processes have; the number of requests."""
+            """Returns the groups of some prompts without the prompts, which all processes have; the number of
+            requests.
+            """
             groups: list[Group] = []
             for start in range(0, len(places), at_once):
                 episodes = []
@@ -209,7 +211,7 @@ class PolicyRollouts:
         self.sync()
 
     def describe(self) -> dict[str, str] | None:
-        """The implementation of the engine's parts; None = no engine was built."""
+        """Returns the implementation of the engine's parts; None = no engine was built."""
         return None if self._driver is None else describe_engine(self.engine)
 
     def close(self) -> None:
@@ -227,7 +229,7 @@ def _episode(
     generation: int,
     sampling: Sampling,
 ) -> Episode:
-    """One trajectory of a group."""
+    """Returns one trajectory of a group."""
     rng_key = (*group, generation)
     if run_episode is None:
         return single_turn(prompt, sampling, rng_key=rng_key, expected=expected)
@@ -235,7 +237,7 @@ def _episode(
 
 
 def _without_greedy(group: Group, num_generations: int) -> Group:
-    """The group with its greedy trajectory (of its forks the last) in Group.greedy."""
+    """Returns the group with its greedy trajectory (of its forks the last) in Group.greedy."""
     drawn = tuple(c for c in group.completions if c.generation < num_generations)
     rewards = {name: values[:num_generations] for name, values in group.rewards.items()}
     return replace(group, completions=drawn, rewards=rewards, greedy=group.completions[-1])

@@ -82,7 +82,7 @@ class QueueEngine:
         return {}
 
     def stats(self) -> EngineStats:
-        """The number of waiting requests, and the tokens since construction."""
+        """Returns the number of waiting requests, and the tokens since construction."""
         return EngineStats(
             waiting=len(self.queue),
             max_batch=self._max_batch,
@@ -147,7 +147,9 @@ class SimpleEngine(QueueEngine):
         self._positions = max_positions(self.module)
 
     def complete(self, request: Request) -> tuple[Sequence[int], Sequence[float]]:
-        """A completion's tokens and their logprobs, up to its first stop id (which is part of it) or max_tokens."""
+        """Returns a completion's tokens and their logprobs, up to its first stop id (which is part of it) or
+        max_tokens.
+        """
         raise NotImplementedError(f"{type(self).__name__} must write complete(self, request)")
 
     def draws(self, request: Request) -> Tensor:
@@ -169,7 +171,7 @@ class SimpleEngine(QueueEngine):
                 )
 
     def step(self, timeout_s: float | None = None) -> list[Output]:
-        """The next request, completed; [] = nothing in flight. Raises EngineError: `complete` broke a rule."""
+        """Returns the next request, completed; [] = nothing in flight. Raises EngineError: `complete` broke a rule."""
         self.check_awake()
         if not self.queue:
             return []
@@ -179,7 +181,9 @@ class SimpleEngine(QueueEngine):
         return self.finish([request], [self._output(request, completed)])
 
     def _output(self, request: Request, completed: Any) -> Output:
-        """The Output of a request. Args: completed: what complete() returned. Raises EngineError: it broke a rule."""
+        """Returns the Output of a request. Args: completed: what complete() returned. Raises EngineError: it broke a
+        rule.
+        """
         sampling, name = request.sampling, f"{self._kind}.complete() of request {request.id}"
         if not isinstance(completed, tuple | list) or len(completed) != 2:
             raise EngineError(f"{name} must return (tokens, logprobs), got {completed!r:.60}")
@@ -214,7 +218,7 @@ class SimpleEngine(QueueEngine):
 
 
 def _numbers(values: Any, name: str) -> np.ndarray:
-    """A list of numbers as an array. Raises EngineError: it is something else."""
+    """Returns a list of numbers as an array. Raises EngineError: it is something else."""
     try:
         return np.asarray(values, np.float64)
     except (TypeError, ValueError) as error:

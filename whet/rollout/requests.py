@@ -26,7 +26,7 @@ class SamplingPlan:
 
 
 def make_plan(sampling: Sampling) -> SamplingPlan:
-    """The plan of a Sampling.
+    """Returns the plan of a Sampling.
 
     Args: sampling: of a request.
     Returns: its plan.

@@ -150,7 +150,7 @@ class Sampler:
         self.engine(Sampling())
 
     def engine(self, sampling: Sampling) -> RolloutEngine:
-        """The engine that runs a Sampling: the chosen one, or "hf" for transformers' own options."""
+        """Returns the engine that runs a Sampling: the chosen one, or "hf" for transformers' own options."""
         if self._closed:
             raise EngineError("this Sampler is closed; make another")
         options = [name for name, _ in sampling.generation_kwargs]
@@ -172,7 +172,7 @@ class Sampler:
         return tuple(self._engines.values())
 
     def decode(self, ids: Any) -> str:
-        """The text of ids, special tokens left out."""
+        """Returns the text of ids, special tokens left out."""
         return str(self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     # ---- the call ------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class Sampler:
         return_logits: bool = False,
         **options: Any,
     ) -> Sampling:
-        """The checked sampling parameters of a call: its arguments, without those of prompts and output.
+        """Returns the checked sampling parameters of a call: its arguments, without those of prompts and output.
 
         Raises: ConfigError: an unknown option, one out of its range, or two that contradict each other.
         """
@@ -321,7 +321,7 @@ class Sampler:
         return encode_texts(encoder, as_batch(inputs))
 
     def encoder(self, **options: Any) -> PromptEncoder:
-        """The encoder of rows with a prompt; `options` are PromptEncoder's.
+        """Returns the encoder of rows with a prompt; `options` are PromptEncoder's.
 
         Nothing is trained, so any rendering of a chat template is accepted, and an assistant's turn at the end is
         continued.
@@ -334,7 +334,7 @@ class Sampler:
         return PromptEncoder(self.tokenizer, **{**defaults, **options})
 
     def limit_lengths(self, sampling: Sampling, prompts: Sequence[Prompt], *, fixed: bool = True) -> list[Sampling]:
-        """The sampling parameters of each prompt, with max_tokens lowered to the room that the prompt leaves.
+        """Returns the sampling parameters of each prompt, with max_tokens lowered to the room that the prompt leaves.
 
         Args: fixed: the caller set max_tokens, so it is an error if a prompt leaves less room.
         Raises: DataError: prompt and completion are longer than the model or the cache allows, with the numbers.
@@ -394,7 +394,7 @@ class Sampler:
     def stream(
         self, prompt: Prompt, sampling: Sampling, *, seed: int | None, place: int = 0, conversation: int | None = None
     ) -> Iterator[PartialOutput]:
-        """The tokens of one completion, as they are drawn; leaving the loop early aborts it.
+        """Returns the tokens of one completion, as they are drawn; leaving the loop early aborts it.
 
         Args:
             prompt: encoded.
@@ -456,7 +456,7 @@ class Sampler:
 def _load(
     folder: str | None, module: Any, dtype: str, device: str | torch.device | None, trust_remote_code: bool
 ) -> LoadedModel:
-    """A loaded model, without gradients; a module is taken as it is."""
+    """Returns a loaded model, without gradients; a module is taken as it is."""
     if folder is None:
         return load_model(module, device=next(module.parameters()).device)
     torch_device = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -467,7 +467,7 @@ def _load(
 
 
 def _padded(rows: Sequence[np.ndarray], value: float) -> np.ndarray:
-    """Rows padded on the right to the longest: [N, C, ...]."""
+    """Returns rows padded on the right to the longest: [N, C, ...]."""
     out = np.full((len(rows), max(map(len, rows)), *rows[0].shape[1:]), value, rows[0].dtype)
     for i, r in enumerate(rows):
         out[i, : len(r)] = r

@@ -216,7 +216,7 @@ class SGLangEngine(ExternalEngine):
         return {}
 
     def stats(self) -> EngineStats:
-        """Its state; SGLang does not tell which requests are in its batch."""
+        """Returns its state; SGLang does not tell which requests are in its batch."""
         return replace(self._stats, waiting=len(self._in_flight))
 
     # ---- weights and memory --------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class SGLangEngine(ExternalEngine):
 
 
 def sampling_arguments(request: Request) -> dict[str, Any]:
-    """The sampling parameters of a request.
+    """Returns the sampling parameters of a request.
 
     Args: request: its Sampling, rng_key and offset.
     Returns: as Engine.generate takes them. A forbidden id gets a bias of -inf. SGLang draws by seed and position in the
@@ -327,7 +327,7 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
 
 
 def engine_arguments(config: RolloutConfig, *, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of Engine for a rollout configuration.
+    """Returns the arguments of Engine for a rollout configuration.
 
     Args: config: the rollout's. dtype: what the policy computes in.
     Returns: keyword arguments without the model, overridden by sglang.kwargs.
@@ -356,7 +356,7 @@ def engine_arguments(config: RolloutConfig, *, dtype: torch.dtype) -> dict[str, 
 
 
 def import_package() -> Any:
-    """The package sglang. Raises EngineError: it can't be imported."""
+    """Returns the package sglang. Raises EngineError: it can't be imported."""
     try:
         package = importlib.import_module("sglang")
     except ImportError as error:

@@ -38,7 +38,7 @@ def find_end(
     decode: Decode | None = None,
     earlier: Sequence[int] | np.ndarray = (),
 ) -> tuple[int, FinishReason] | None:
-    """Where and why a completion ends: at its first stop id, its first stop string, or max_tokens.
+    """Returns where and why a completion ends: at its first stop id, its first stop string, or max_tokens.
 
     Args:
         sampling: of the request.
@@ -72,7 +72,7 @@ def find_end(
 def find_stop_string(
     decode: Decode, tokens: Sequence[int] | np.ndarray, stop: Sequence[str], *, new: int
 ) -> int | None:
-    """How many tokens of a completion to keep because one of them completes a stop string.
+    """Returns how many tokens of a completion to keep because one of them completes a stop string.
 
     Only a tail of the text is decoded, so that the cost does not grow with the completion. The tail begins at the first
     byte of a character, and far enough back that the text in which a new string can lie equals that of the whole. (A
@@ -103,7 +103,7 @@ def find_stop_string(
 
 
 def _tail(decode: Decode, tokens: Sequence[int] | np.ndarray, end: int, longest: int) -> tuple[int, int]:
-    """The tail to decode when looking for strings that the tokens from `end` on complete.
+    """Returns the tail to decode when looking for strings that the tokens from `end` on complete.
 
     Args: longest: characters of the longest string.
     Returns: the first token of the tail, and the first character of its text at which such a string may begin.

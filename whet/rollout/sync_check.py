@@ -50,7 +50,9 @@ class SyncCheck:
         """The checksums of the last sync's tensors; None = they were not taken, or have been compared."""
 
     def watch(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The weights as they are; takes their checksums if this sync is checked. Args: version: of the policy."""
+        """Yields the weights as they are; takes their checksums if this sync is checked. Args: version: of the
+        policy.
+        """
         if not self.every or version % self.every:
             yield from weights
             return
@@ -87,7 +89,7 @@ class SyncCheck:
 
 @torch.no_grad()
 def _probe(driver: Rollouts, policy: ModelWorker, vocabulary: int) -> float:
-    """The mean difference of the engine's logprobs of a few tokens from the policy's."""
+    """Returns the mean difference of the engine's logprobs of a few tokens from the policy's."""
     next_id = driver.next_id
     prompt = Prompt(tokens=np.array(probe_tokens(vocabulary), np.int32), source="")
     groups = driver.run([single_turn(prompt, PROBE, rng_key=(0, 0, 0, 0))])
@@ -99,7 +101,9 @@ def _probe(driver: Rollouts, policy: ModelWorker, vocabulary: int) -> float:
 
 
 def _differing(engine: object, sums: dict[str, bytes]) -> str:
-    """The tensors that differ from those that were sent, of an engine whose method `named_weights` shows its own."""
+    """Returns the tensors that differ from those that were sent, of an engine whose method `named_weights` shows its
+    own.
+    """
     named: Callable[[], Iterable[tuple[str, Tensor]]] | None = getattr(engine, "named_weights", None)
     if named is None:
         return ""

@@ -18,7 +18,7 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def as_batch(inputs: Any) -> Sequence[str] | Sequence[list[Message]]:
-    """A batch of texts or chats, from a batch or from a single one.
+    """Returns a batch of texts or chats, from a batch or from a single one.
 
     >>> as_batch("hi"), as_batch([{"role": "user", "content": "hi"}])
     (['hi'], [[{'role': 'user', 'content': 'hi'}]])
@@ -49,7 +49,7 @@ def encode_texts(encoder: PromptEncoder, inputs: Sequence[str] | Sequence[list[M
 
 
 def pad_left(rows: Sequence[np.ndarray], pad_id: int) -> np.ndarray:
-    """Rows of ids, padded on the left to the longest: int32 [B, P].
+    """Returns rows of ids, padded on the left to the longest: int32 [B, P].
 
     >>> pad_left([np.array([5]), np.array([6, 7])], 0)
     array([[0, 5],
@@ -78,7 +78,7 @@ class TextStream:
         self._context_start = self._num_decoded = 0
 
     def push(self, ids: Iterable[int], *, last: bool = False) -> str:
-        """The text that the next tokens add.
+        """Returns the text that the next tokens add.
 
         Args: ids: the next tokens. last: no more tokens follow, so nothing waits.
         """

@@ -131,7 +131,7 @@ class VLLMEngine(ExternalEngine):
             raise
 
     def _build_llm(self, module: nn.Module, config: RolloutConfig, arguments: dict[str, Any]) -> Any:
-        """A new LLM, without weights. Raises EngineError: this process has one already, or vLLM fails."""
+        """Returns a new LLM, without weights. Raises EngineError: this process has one already, or vLLM fails."""
         parallel = importlib.import_module("vllm.distributed.parallel_state")
         if parallel.model_parallel_is_initialized():
             raise EngineError(
@@ -188,7 +188,7 @@ class VLLMEngine(ExternalEngine):
         return done
 
     def _step_vllm(self) -> None:
-        """One step of vLLM: at most one token of each request in flight."""
+        """Runs one step of vLLM: at most one token of each request in flight."""
         ended_here: list[str] = []
         rows = prefilled = reused = generated = 0
         for out in self._llm.llm_engine.step():
@@ -216,11 +216,11 @@ class VLLMEngine(ExternalEngine):
         self._stats = self._stats.plus(steps=1, row_steps=rows, prefilled=prefilled, reused=reused, generated=generated)
 
     def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
-        """All tokens so far of requests in flight."""
+        """Returns all tokens so far of requests in flight."""
         return {i: self._in_flight[i].partial() for i in ids if i in self._in_flight}
 
     def stats(self) -> EngineStats:
-        """Its state; requests with a first token count as live."""
+        """Returns its state; requests with a first token count as live."""
         live = sum(bool(f.tokens) for f in self._in_flight.values())
         return replace(self._stats, live=live, waiting=len(self._in_flight) - live)
 
@@ -306,7 +306,7 @@ class VLLMEngine(ExternalEngine):
 
 
 def sampling_arguments(request: Request) -> dict[str, Any]:
-    """The arguments of SamplingParams for a request.
+    """Returns the arguments of SamplingParams for a request.
 
     Args: request: its Sampling, rng_key and offset.
     Returns: keyword arguments. Only the request's own stop ids end it, not those of the model's generation config. A
@@ -338,7 +338,7 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
 
 
 def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_bytes: int) -> dict[str, Any]:
-    """The arguments of LLM for a rollout configuration.
+    """Returns the arguments of LLM for a rollout configuration.
 
     Args:
         config: the rollout's.
@@ -397,7 +397,7 @@ def check_requested(config: RolloutConfig, samplings: Iterable[Sampling]) -> Non
 
 
 def unsuitable_reason(config: RolloutConfig, samplings: Iterable[Sampling], *, device: torch.device) -> str | None:
-    """Why a run does better without vLLM, for rollout_engine "auto"; None = it may take it.
+    """Returns why a run does better without vLLM, for rollout_engine "auto"; None = it may take it.
 
     Args: config, samplings: of the rollout. device: of the policy.
 
@@ -460,7 +460,7 @@ def _check_config(config: RolloutConfig) -> None:
 
 
 def import_package() -> Any:
-    """The package vllm. Raises EngineError: it can't be imported."""
+    """Returns the package vllm. Raises EngineError: it can't be imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # each update would warn about parts without weights
     try:
         vllm = importlib.import_module("vllm")

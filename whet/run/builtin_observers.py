@@ -42,7 +42,7 @@ _NO_METRIC = ("step", "mode", "version")
 
 
 def builtin_observers(config: TrainingConfig) -> list[Observer]:
-    """The observers that every run has, and those that its configuration asks for."""
+    """Returns the observers that every run has, and those that its configuration asks for."""
     observers: list[Observer] = []
     if config.keep_best is not None:
         observers.append(KeepBest(config.keep_best))
@@ -107,7 +107,7 @@ class KeepBest(Observer):
             log.info("best %s: %.4g, %s", self.options.metric, self.value, at)
 
     def state(self) -> dict[str, Any]:
-        """The best evaluation so far."""
+        """Returns the best evaluation so far."""
         return {"metric": self.options.metric, "mode": self.options.mode, "step": self.step, "value": self.value}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -200,7 +200,7 @@ class StopWhen(Observer):
                 )
 
     def state(self) -> dict[str, Any]:
-        """How long each has been outside, and the checkpoint before."""
+        """Returns how long each has been outside, and the checkpoint before."""
         return {"outside": dict(self.outside), "missed": dict(self.missed), "inside": self.inside}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -212,7 +212,7 @@ class StopWhen(Observer):
 
 
 def _crossed_bound(band: Band, value: float) -> str:
-    """The bound that a value has crossed; "" inside the band.
+    """Returns the bound that a value has crossed; "" inside the band.
 
     >>> _crossed_bound(Band(below=0.1), 0.05), _crossed_bound(Band(below=0.1), 0.1)
     ('below 0.1', '')
@@ -223,7 +223,7 @@ def _crossed_bound(band: Band, value: float) -> str:
 
 
 def _learned(row: Mapping[str, Any]) -> bool:
-    """Whether the policy was updated in a step, so that the row has the metrics of an update (entropy, kl).
+    """Returns whether the policy was updated in a step, so that the row has the metrics of an update (entropy, kl).
 
     >>> _learned({"reward": 0.0}), _learned({"grad_norm": 0.0, "advantage/nonzero_frac": 0.0})
     (False, False)
@@ -232,7 +232,7 @@ def _learned(row: Mapping[str, Any]) -> bool:
 
 
 def _known(name: str, row: Mapping[str, Any]) -> str:
-    """The end of a message: the nearest metrics of a row, and all of them."""
+    """Returns the end of a message: the nearest metrics of a row, and all of them."""
     names = [n for n in row if n not in _NO_METRIC]
     return f"{nearest(name, names) or ';'} there are {', '.join(sorted(names))}"
 

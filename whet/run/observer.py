@@ -40,7 +40,7 @@ class TrainerControl:
     """Flush the loggers (see metrics_logging_options.flush_every_n_steps)."""
 
     def take(self, name: str) -> bool:
-        """Whether a flag is set; clears it."""
+        """Returns whether a flag is set; clears it."""
         requested = bool(getattr(self, name))
         setattr(self, name, False)
         return requested
@@ -88,7 +88,7 @@ class Observer:
         """The run is over and all is written. Args: error: the error that ended it; None = there was none."""
 
     def state(self) -> dict[str, Any]:
-        """The observer's state, for checkpoints: plain containers and tensors."""
+        """Returns the observer's state, for checkpoints: plain containers and tensors."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -127,7 +127,7 @@ class Observers:
                     self.error = error
 
     def state(self) -> dict[str, Any]:
-        """The states of the observers that raised nothing, by the names of their classes."""
+        """Returns the states of the observers that raised nothing, by the names of their classes."""
         return {name: state for name, observer in self._named() if (state := observer.state())}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -137,7 +137,7 @@ class Observers:
                 observer.restore(state[name])
 
     def _named(self) -> list[tuple[str, Observer]]:
-        """The observers by the names of their classes, with a number from the second one of a class on."""
+        """Returns the observers by the names of their classes, with a number from the second one of a class on."""
         seen: Counter[str] = Counter()
         named = []
         for observer in self._observers:

@@ -150,7 +150,7 @@ def check_inputs(old: Any, new: Mapping[str, Any], *, allow: bool) -> None:
 
 
 def _changed(old: Any, new: Mapping[str, Any]) -> list[str]:
-    """The differences, except in code. A model that one side lacks is not compared: its use is a setting."""
+    """Returns the differences, except in code. A model that one side lacks is not compared: its use is a setting."""
     models, changes = _part(old, "models", Mapping), []
     for role, now in new["models"].items():
         if role in models:
@@ -168,7 +168,7 @@ def _changed(old: Any, new: Mapping[str, Any]) -> list[str]:
 
 
 def _changed_model(role: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """The differences of one model: in its weights, if both have the same dtype, and in its configuration."""
+    """Yields the differences of one model: in its weights, if both have the same dtype, and in its configuration."""
     old, new = before.get("weights"), now["weights"]
     if None not in (old, new) and before.get("dtype") != now["dtype"]:
         log.warning("%s: weights are not compared: they are %s, not %s", role, now["dtype"], before.get("dtype"))
@@ -197,7 +197,7 @@ def _changed_prompts(before: Sequence[Any] | None, now: Sequence[Any] | None) ->
 
 
 def _changed_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each function or file that has changed."""
+    """Yields a line for each function or file that has changed."""
     changed: dict[str, list[str]] = {}
     for what, (file, digest) in new.items():
         if what not in old:
@@ -210,7 +210,7 @@ def _changed_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[st
 
 
 def _part(tree: Mapping[str, Any], name: str, kind: Any) -> Any:
-    """An entry of a checkpoint's inputs. Raises CheckpointError: it is missing or has another type."""
+    """Returns an entry of a checkpoint's inputs. Raises CheckpointError: it is missing or has another type."""
     if not isinstance(tree, Mapping) or name not in tree or not isinstance(tree[name], kind):
         raise CheckpointError(
             f"the entry {name!r} of the checkpoint's run.pt has an unexpected format; resume from another step-* folder"
@@ -269,7 +269,7 @@ def check_same_settings(ranks: Ranks, settings: Any) -> None:
 
 
 def changed_settings(old: Any, new: Any) -> list[str]:
-    """The differences between two configurations that change a step's results.
+    """Returns the differences between two configurations that change a step's results.
 
     Args: old, new: configurations, or their trees.
     Returns: "key: old -> new" for each key that differs. Keys that change no step, such as trainer.max_steps, are left
@@ -290,8 +290,8 @@ def changed_settings(old: Any, new: Any) -> list[str]:
 def _model(
     role: str, module: nn.Module, only_read: bool, *, adapted: bool = False, view: bool = False
 ) -> dict[str, Any]:
-    """The record of a model. Args: only_read: it is not trained. adapted: it has an adapter. view: it shares its
-    weights with another role.
+    """Returns the record of a model. Args: only_read: it is not trained. adapted: it has an adapter. view: it shares
+    its weights with another role.
     """
     config = to_loadable(module.config.to_dict())  # pyright: ignore
     digest = None
@@ -309,7 +309,8 @@ def _model(
 
 
 def weights_digest(module: nn.Module, *, without: Collection[str] = ()) -> str:
-    """A digest of a module's weights and persistent buffers, limited by memory bandwidth; equal on every device.
+    """Returns a digest of a module's weights and persistent buffers, limited by memory bandwidth; equal on every
+    device.
 
     It is the SHA-256 of names, dtypes, shapes and `util.tensor_sums.tensor_sums`. Tied weights count once. It does not
     protect against weights that were constructed to have the same digest.
@@ -334,7 +335,7 @@ def weights_digest(module: nn.Module, *, without: Collection[str] = ()) -> str:
 
 @torch.no_grad()
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The record of a tokenizer: its tokens, its template, its rules, and the versions that wrote the rules.
+    """Returns the record of a tokenizer: its tokens, its template, its rules, and the versions that wrote the rules.
 
     Truncation and padding are left out, because an encoding can change them.
     """
@@ -358,7 +359,7 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _digest(tree: Any) -> str:
-    """A digest of plain containers."""
+    """Returns a digest of plain containers."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -366,7 +367,7 @@ def _digest(tree: Any) -> str:
 
 
 def source_of(fn: Any) -> list[str | None]:
-    """The source file of a function, class, object or reference, and the file's digest.
+    """Returns the source file of a function, class, object or reference, and the file's digest.
 
     Both are None for whet's own code, and for code outside of files.
     """

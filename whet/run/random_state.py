@@ -21,7 +21,7 @@ MT_WORDS = 624
 
 
 def random_state() -> dict[str, Any]:
-    """The states of the generators, as plain containers and a tensor."""
+    """Returns the states of the generators, as plain containers and a tensor."""
     kind, keys, place, has_gauss, cached = np.random.get_state()
     return {
         "python": random.getstate(),

@@ -288,18 +288,18 @@ class Run:
             return next(self._batches, None)
 
     def _wait_for_batch(self) -> list[Any] | None:
-        """The next batch, and the time that it took."""
+        """Returns the next batch, and the time that it took."""
         started = time.monotonic()
         batch = self.next_batch()
         self._data_wait = time.monotonic() - started
         return batch
 
     def _on_any_rank(self, condition: bool) -> bool:
-        """Whether a condition holds in any process. Every process must call it."""
+        """Returns whether a condition holds in any process. Every process must call it."""
         return any(self.ranks.all_gather(condition))
 
     def _take_request(self, name: str) -> bool:
-        """Whether an observer in any process has set a flag of `control`; the flag is cleared."""
+        """Returns whether an observer in any process has set a flag of `control`; the flag is cleared."""
         return self._on_any_rank(self.control.take(name))
 
     def _check_observers(self) -> None:
@@ -341,7 +341,7 @@ class Run:
         self._finished = (self._updates(), copy.deepcopy(self._state())) if unsaved else None
 
     def _times(self, seconds: float) -> dict[str, float]:
-        """The time of a step by phase, and what follows from it. Args: seconds: of the step."""
+        """Returns the time of a step by phase, and what follows from it. Args: seconds: of the step."""
         trace = self.roles.trace
         outside = max(0.0, seconds - self._data_wait - trace.covered_s)
         times = trace.pop_times()
@@ -448,7 +448,7 @@ class Run:
             self._notify("on_save", self, folder)
 
     def _state(self) -> dict[str, Any]:
-        """The state after the step just finished, for run.pt; `_write_checkpoint` adds settings and inputs."""
+        """Returns the state after the step just finished, for run.pt; `_write_checkpoint` adds settings and inputs."""
         assert self.stream is not None
         own = {**self.task.state(), "observers": self.observers.state()}
         check_storable(own, "the state of the run")
@@ -469,7 +469,7 @@ class Run:
             return self.checkpoints.save(state["step"], whole, tokenizer=self.roles.tokenizer, keep=options.max_to_keep)
 
     def _updates(self) -> tuple[int, ...]:
-        """The number of updates of each role. While it is the same, so are weights and optimizers."""
+        """Returns the number of updates of each role. While it is the same, so are weights and optimizers."""
         return tuple(trainer.train_steps for trainer in self.roles.trainers.values())
 
     def _save_finished(self, error: BaseException) -> None:
@@ -495,7 +495,7 @@ class Run:
                 log.warning("the %d steps before the error are saved: %s", state["step"], folder)
 
     def _compared_settings(self) -> dict[str, Any]:
-        """The settings that a resume compares, with those that were given from Python and have no key."""
+        """Returns the settings that a resume compares, with those that were given from Python and have no key."""
         return to_loadable({**self.settings, **self.task.extra_settings()})
 
     def _resume(self) -> int:
@@ -511,7 +511,7 @@ class Run:
         return self.step
 
     def _find_checkpoint(self) -> Path | None:
-        """The checkpoint that `resume` names, verified; None if there is none yet. Called on rank 0 only."""
+        """Returns the checkpoint that `resume` names, verified; None if there is none yet. Called on rank 0 only."""
         assert self.config.resume is not None
         checkpoint = self.checkpoints.find(self.config.resume)
         if checkpoint is None:

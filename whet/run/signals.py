@@ -126,7 +126,7 @@ class SignalHandler:
 
 
 def _caught_signals() -> int:
-    """The signals that have a handler, also one in C (faulthandler.register), as bits; 0 if unknown."""
+    """Returns the signals that have a handler, also one in C (faulthandler.register), as bits; 0 if unknown."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("SigCgt:"):

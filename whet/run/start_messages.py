@@ -69,7 +69,7 @@ def log_run_length(config: TrainingConfig, stream: PromptStream, step: int) -> N
 
 
 def steps_in_data(stream: PromptStream) -> int | None:
-    """The number of steps that the data give; None if they have no known length or no end."""
+    """Returns the number of steps that the data give; None if they have no known length or no end."""
     each, epochs = stream.batches_per_epoch, stream.num_epochs
     return None if each is None or epochs is None else each * epochs
 

@@ -33,11 +33,11 @@ class Task(Observer):
     """The entries of `state` without which a run can't be resumed."""
 
     def settings(self) -> dict[str, Any]:
-        """The whole configuration as plain containers: for loggers, and compared on a resume."""
+        """Returns the whole configuration as plain containers: for loggers, and compared on a resume."""
         raise NotImplementedError
 
     def sections(self) -> Any:
-        """The configuration, or its sections by name, for config.yaml; the settings if it came from neither."""
+        """Returns the configuration, or its sections by name, for config.yaml; the settings if it came from neither."""
         return self.settings()
 
     def extra_settings(self) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class Task(Observer):
         return {}
 
     def inputs(self) -> dict[str, Any]:
-        """What the run reads besides the checkpoint: see run.provenance.record_inputs."""
+        """Returns what the run reads besides the checkpoint: see run.provenance.record_inputs."""
         raise NotImplementedError
 
     def prepare(self) -> None:
@@ -55,23 +55,23 @@ class Task(Observer):
         """Called before the first step, where trainer.rehearse says so: runs what takes the most memory."""
 
     def progress_fields(self, row: Mapping[str, float]) -> dict[str, str]:
-        """What the progress line shows of a step after the main metric: name -> formatted number."""
+        """Returns what the progress line shows of a step after the main metric: name -> formatted number."""
         return {}
 
     def expected_metrics(self) -> tuple[str, ...]:
-        """The metrics that evaluations will have, as far as known before the first one."""
+        """Returns the metrics that evaluations will have, as far as known before the first one."""
         return ()
 
     def planned_passes(self, batch_size: int) -> dict[str, str]:
-        """The passes of a step besides its updates, with those that it skips: name -> description."""
+        """Returns the passes of a step besides its updates, with those that it skips: name -> description."""
         return {}
 
     def num_updates(self, batch_size: int) -> int:
-        """The number of optimizer steps of a step with `batch_size` items."""
+        """Returns the number of optimizer steps of a step with `batch_size` items."""
         return 1
 
     def total_updates(self, role: Role, steps: int, batch_size: int) -> int:
-        """The number of optimizer steps of a role in `steps` steps of `batch_size` items, for its schedule."""
+        """Returns the number of optimizer steps of a role in `steps` steps of `batch_size` items, for its schedule."""
         return steps * self.num_updates(batch_size)
 
     def evaluate(self, run: Run, step: int) -> dict[str, float]:

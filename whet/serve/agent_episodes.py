@@ -40,7 +40,7 @@ from whet.serve.run_model import RunModel
 from whet.serve.sessions import Session, TokenSequence
 from whet.types import Completion, FinishReason, Message
 
-__all__ = ["AgentEpisodes"]
+__all__ = ["AgentEpisodes", "sequence_completion"]
 
 log = logging.getLogger("whet")
 
@@ -138,7 +138,9 @@ class AgentEpisodes:
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def _completions(self, episode: Episode, session: Session, end: AgentEnd, out_of_context: bool) -> list[Completion]:
-        """The sequences to train on, with the reward. Raises RewardError: the agent failed, which ends the run."""
+        """Returns the sequences to train on, with the reward. Raises RewardError: the agent failed, which ends
+        the run.
+        """
         reason: FinishReason | None = None
         info: dict[str, Any] = {"status": "finished"}
         rewards: list[float] = []
@@ -160,10 +162,12 @@ class AgentEpisodes:
         of_turn = {}
         if isinstance(end.value, list | tuple) and rewards:
             of_turn = {id(output): reward for output, reward in zip(session.outputs, rewards, strict=True)}
-        return [_sequence(sequence, episode, info, reason, of_turn) for sequence in session.sequences]
+        return [sequence_completion(sequence, episode, info, reason, of_turn) for sequence in session.sequences]
 
     def _rewards(self, end: AgentEnd, session: Session, episode: Episode) -> list[float]:
-        """The agent's reward, or those of its turns; NaN = it does not apply. Raises RewardError: it has none."""
+        """Returns the agent's reward, or those of its turns; NaN = it does not apply. Raises RewardError: it
+        has none.
+        """
         if isinstance(end.error, CallTimeoutError):
             raise RewardError(f"{end.error}; give its calls limits of their own, or raise rollout.agent_timeout_s")
         if end.error is not None:
@@ -207,14 +211,14 @@ def _refuse(calls: Sequence[AgentCall]) -> None:
         call.refuse(episode_over())
 
 
-def _sequence(
+def sequence_completion(
     sequence: TokenSequence,
     episode: Episode,
     info: Mapping[str, Any],
     reason: FinishReason | None,
     rewards: Mapping[int, float],
 ) -> Completion:
-    """A sequence to train on.
+    """Returns a sequence to train on.
 
     Args:
         reason: why the episode ended; None = as the sequence's last turn did.
@@ -234,7 +238,7 @@ def _sequence(
 
 
 def _split_messages(messages: Sequence[Message], prompt: Any) -> tuple[list[Message], list[Message]]:
-    """The messages of a conversation before the agent's model spoke, and the others."""
+    """Returns the messages of a conversation before the agent's model spoke, and the others."""
     prompt_messages = [] if isinstance(prompt, str) else list(prompt)
     count = len(prompt_messages)
     if not count or [dict(m) for m in messages[:count]] != [dict(m) for m in prompt_messages]:

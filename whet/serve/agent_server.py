@@ -34,7 +34,7 @@ __all__ = ["AgentCall", "AgentEnd", "AgentServer", "Inbox", "episode_over"]
 
 
 def episode_over() -> ApiError:
-    """The error for a call to an episode that has ended. Clients don't repeat a call with this status."""
+    """Returns the error for a call to an episode that has ended. Clients don't repeat a call with this status."""
     return ApiError(410, "this episode has ended; an agent may call the model until it returns", code="episode_ended")
 
 
@@ -64,7 +64,7 @@ class AgentCall:
         self._answered = threading.Event()
 
     def begin(self, model: ChatModel, session: Session) -> Call | None:
-        """The call of the engine; None = it was refused. Args: session: that records it."""
+        """Returns the call of the engine; None = it was refused. Args: session: that records it."""
         try:
             self.call = self.call_class(model, self.body, session)
         except Exception as error:  # the agent's mistake, as a rule; it receives it
@@ -91,7 +91,7 @@ class AgentCall:
             self._set(error)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the call has its answer."""
+        """Returns whether the call has its answer."""
         return self._answered.wait(timeout_s)
 
     def _set(self, answer: list[dict[str, Any]] | ApiError) -> None:
@@ -129,7 +129,7 @@ class Inbox:
             loop.call_soon_threadsafe(arrived.set)
 
     async def get(self) -> list[AgentCall | AgentEnd]:
-        """All events since the last time, at least one. One caller waits at a time."""
+        """Returns all events since the last time, at least one. One caller waits at a time."""
         arrived = asyncio.Event()
         with self._lock:
             self._waiting = asyncio.get_running_loop(), arrived
@@ -176,7 +176,7 @@ class AgentServer(ApiServer):
         return f"{self.url}/v1"
 
     def open_episode(self) -> Inbox:
-        """The inbox of a new episode, under a new key."""
+        """Returns the inbox of a new episode, under a new key."""
         inbox = Inbox(self._key(next(self._numbers)))
         self._inboxes[inbox.key] = inbox
         return inbox
@@ -187,7 +187,7 @@ class AgentServer(ApiServer):
         inbox.close()
 
     def inbox(self, key: str) -> Inbox:
-        """The inbox of a key. Raises ApiError: the episode has ended, or no episode had this key."""
+        """Returns the inbox of a key. Raises ApiError: the episode has ended, or no episode had this key."""
         own_inbox = self._inboxes.get(key)
         if own_inbox is not None:
             return own_inbox
@@ -202,7 +202,7 @@ class AgentServer(ApiServer):
         )
 
     def _key(self, number: int) -> str:
-        """The key of an episode: whoever knows one can't guess another."""
+        """Returns the key of an episode: whoever knows one can't guess another."""
         return f"{number}-{hmac.new(self._secret, str(number).encode(), 'sha256').hexdigest()}"
 
 

@@ -26,13 +26,13 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
-        """The body of the response."""
+        """Returns the body of the response."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The ApiError of any error: 400 for what the client asked for, 500 for what failed here."""
+    """Returns the ApiError of any error: 400 for what the client asked for, 500 for what failed here."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ValidationError):
@@ -45,7 +45,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def _validation_error(error: ValidationError) -> ApiError:
-    """The first problem that pydantic found in a body."""
+    """Returns the first problem that pydantic found in a body."""
     problem = error.errors()[0]
     path = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":

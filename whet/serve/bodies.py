@@ -98,7 +98,7 @@ class CompletionBody(OpenAIBody):
     suffix: Annotated[str | None, AfterValidator(_check_off)] = None
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each a text or token ids."""
+        """Returns the prompts, each a text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         is_one = bool(self.prompt) and isinstance(self.prompt[0], int)

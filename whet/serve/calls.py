@@ -49,7 +49,7 @@ class ChoiceText:
         self._stream, self._stop, self._held, self._ended = TextStream(decode), tuple(stop), "", False
 
     def push(self, tokens: Any, *, last: bool = False) -> str:
-        """The text that the next tokens add. Args: last: no more tokens follow."""
+        """Returns the text that the next tokens add. Args: last: no more tokens follow."""
         if self._ended:
             return ""
         self._held += self._stream.push(tokens, last=last)
@@ -67,7 +67,7 @@ class ChoiceText:
 
 
 def join_partials(partials: Sequence[PartialOutput]) -> Output:
-    """The whole of a request's tokens. Args: partials: up to the last one."""
+    """Returns the whole of a request's tokens. Args: partials: up to the last one."""
     reason = partials[-1].finish_reason
     assert reason is not None
     return Output(
@@ -127,7 +127,7 @@ class Call:
         self._offsets = [0] * len(self.requests)
 
     def requests_of(self, conversation: int | None) -> list[Request]:
-        """The engine requests. Args: conversation: whose KV a single request continues; None = none."""
+        """Returns the engine requests. Args: conversation: whose KV a single request continues; None = none."""
         if conversation is None or len(self.requests) > 1:
             return self.requests
         return [replace(self.requests[0], conversation=conversation)]
@@ -135,7 +135,7 @@ class Call:
     # ---- what the routes fill in ---------------------------------------------------------------------------------
 
     def choice(self, index: int, output: PartialOutput) -> dict[str, Any]:
-        """A choice of the response."""
+        """Returns a choice of the response."""
         raise NotImplementedError
 
     def delta(self, index: int, partial: PartialOutput) -> Iterator[dict[str, Any]]:
@@ -143,13 +143,13 @@ class Call:
         raise NotImplementedError
 
     def envelope(self, choices: list[dict[str, Any]], *, streamed: bool = False) -> dict[str, Any]:
-        """A response or a chunk around its choices."""
+        """Returns a response or a chunk around its choices."""
         raise NotImplementedError
 
     # ---- responses -----------------------------------------------------------------------------------------------
 
     def response(self, outputs: Sequence[PartialOutput]) -> dict[str, Any]:
-        """The whole response. Args: outputs: of the requests, in order."""
+        """Returns the whole response. Args: outputs: of the requests, in order."""
         choices = []
         for i, output in enumerate(outputs):
             self._count(output)
@@ -157,19 +157,19 @@ class Call:
         return {**self.envelope(choices), "usage": self.usage()}
 
     def chunks(self, index: int, partial: PartialOutput) -> Iterator[dict[str, Any]]:
-        """The chunks that new tokens of a request add to a streamed response."""
+        """Yields the chunks that new tokens of a request add to a streamed response."""
         self._count(partial)
         for choice in self.delta(index, partial):
             yield self.envelope([choice], streamed=True)
 
     def last_chunks(self) -> Iterator[dict[str, Any]]:
-        """The chunks after all choices have ended."""
+        """Yields the chunks after all choices have ended."""
         options = self.body.stream_options
         if options is not None and options.include_usage:
             yield {**self.envelope([], streamed=True), "usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
-        """The tokens of prompts and completions."""
+        """Returns the tokens of prompts and completions."""
         prompt, completion = self.prompt_tokens, self.completion_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
@@ -179,7 +179,7 @@ class Call:
             raise ApiError(500, "the constraint allows no next token; change response_format")
 
     def _text(self, index: int, partial: PartialOutput) -> str:
-        """The text that new tokens add to a choice."""
+        """Returns the text that new tokens add to a choice."""
         return self._texts[index].push(partial.tokens, last=partial.finish_reason is not None)
 
     def _ids(self, partial: PartialOutput) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class ChatCall(Call):
         self._begun: set[int] = set()
 
     def envelope(self, choices: list[dict[str, Any]], *, streamed: bool = False) -> dict[str, Any]:
-        """A response or a chunk around its choices."""
+        """Returns a response or a chunk around its choices."""
         fields: dict[str, Any] = {
             "id": self.id,
             "object": "chat.completion.chunk" if streamed else "chat.completion",
@@ -221,7 +221,7 @@ class ChatCall(Call):
         return fields
 
     def choice(self, index: int, output: PartialOutput) -> dict[str, Any]:
-        """A choice of the response, with its message."""
+        """Returns a choice of the response, with its message."""
         message = self._message(index, output)
         self._record(output, message)
         return {
@@ -266,7 +266,7 @@ class ChatCall(Call):
         self.session.end(self.turn, output, read_messages([message])[0])
 
     def _message(self, index: int, output: PartialOutput) -> dict[str, Any]:
-        """The assistant's message, with its tool calls in OpenAI's form."""
+        """Returns the assistant's message, with its tool calls in OpenAI's form."""
         if not self.tools:
             return {"role": "assistant", "content": self._text(index, output)}
         turn = self.model.read_turn(output.tokens, self.requests[index].tokens, self.tools)
@@ -300,14 +300,14 @@ class TokenCall(Call):
         self._partials: list[list[PartialOutput]] = [[] for _ in self.requests]
 
     def response(self, outputs: Sequence[PartialOutput]) -> dict[str, Any]:
-        """The whole response; its choices are recorded."""
+        """Returns the whole response; its choices are recorded."""
         whole = super().response(outputs)
         for i, output in enumerate(outputs):
             self._record(i, output)
         return whole
 
     def chunks(self, index: int, partial: PartialOutput) -> Iterator[dict[str, Any]]:
-        """The chunks that new tokens of a request add; a choice that has ended is recorded."""
+        """Yields the chunks that new tokens of a request add; a choice that has ended is recorded."""
         self._partials[index].append(partial)
         yield from super().chunks(index, partial)
         if partial.finish_reason is not None:
@@ -332,7 +332,7 @@ class CompletionCall(TokenCall):
         self.begin_prompts(encoded, max_tokens=body.max_tokens)
 
     def envelope(self, choices: list[dict[str, Any]], *, streamed: bool = False) -> dict[str, Any]:
-        """A response or a chunk around its choices."""
+        """Returns a response or a chunk around its choices."""
         return {
             "id": self.id,
             "object": "text_completion",
@@ -342,7 +342,7 @@ class CompletionCall(TokenCall):
         }
 
     def choice(self, index: int, output: PartialOutput) -> dict[str, Any]:
-        """A choice of the response, or of a chunk."""
+        """Returns a choice of the response, or of a chunk."""
         prompt = {"prompt_token_ids": self.requests[index].tokens.tolist()} if self.body.return_token_ids else {}
         return {
             "index": index,
@@ -387,11 +387,11 @@ class GenerateCall(TokenCall):
         return self.body.sampling_params
 
     def envelope(self, choices: list[dict[str, Any]], *, streamed: bool = False) -> dict[str, Any]:
-        """A response or a chunk around its choices."""
+        """Returns a response or a chunk around its choices."""
         return {"request_id": self.id, "choices": choices, "prompt_logprobs": None, "kv_transfer_params": None}
 
     def choice(self, index: int, output: PartialOutput) -> dict[str, Any]:
-        """A choice of the response, or of a chunk. weight_versions counts its tokens."""
+        """Returns a choice of the response, or of a chunk. weight_versions counts its tokens."""
         has_logprobs = self.body.sampling_params.logprobs is not None
         content = _token_logprobs(self.model, output, ids=True) if has_logprobs else None
         return {
@@ -408,7 +408,7 @@ class GenerateCall(TokenCall):
 
 
 def _token_logprobs(model: ChatModel, partial: PartialOutput, *, ids: bool = False) -> list[dict[str, Any]]:
-    """The tokens with their logprobs, in the form of chat completions. Args: ids: add token_id."""
+    """Returns the tokens with their logprobs, in the form of chat completions. Args: ids: add token_id."""
     entries = []
     for token, logprob in zip(partial.tokens.tolist(), partial.logprobs.tolist(), strict=True):
         text = model.token_text(token)

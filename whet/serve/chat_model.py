@@ -70,7 +70,7 @@ class ChatModel:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any], *, asks: bool
     ) -> str:
-        """The text of a conversation.
+        """Returns the text of a conversation.
 
         Args: messages: of `read_messages`. tools, options: for the template. asks: with the header of the assistant's
             turn.
@@ -90,7 +90,7 @@ class ChatModel:
     # ---- sampling ------------------------------------------------------------------------------------------------
 
     def sampling(self, body: SamplingBody, *, max_tokens: int | None, response_format: Any = None) -> Sampling:
-        """The sampling parameters of a request, without the limit of its length.
+        """Returns the sampling parameters of a request, without the limit of its length.
 
         Args: body: the fields that the client set. max_tokens: of the client; None = see `limit`.
         Raises: ConfigError: a value out of its range. ApiError: an unknown response_format.
@@ -98,7 +98,7 @@ class ChatModel:
         raise NotImplementedError
 
     def limit(self, sampling: Sampling, prompt: np.ndarray, *, max_tokens: int | None) -> Sampling:
-        """The sampling parameters with max_tokens for the room that a prompt leaves.
+        """Returns the sampling parameters with max_tokens for the room that a prompt leaves.
 
         Args: max_tokens: of the client; None = the server's, or all the room.
         Raises: ApiError: the prompt leaves no room.
@@ -106,13 +106,17 @@ class ChatModel:
         raise NotImplementedError
 
     def room(self, prompt: np.ndarray) -> int | None:
-        """The tokens that a prompt leaves for its completion; None = no bound. Raises ApiError: it has no tokens."""
+        """Returns the tokens that a prompt leaves for its completion; None = no bound. Raises ApiError: it has no
+        tokens.
+        """
         if len(prompt) == 0:
             raise ApiError(400, "the prompt has no tokens; write something in it", param="prompt")
         return None if self.longest is None else self.longest - len(prompt)
 
     def context_error(self, length: int, max_tokens: int | None = None) -> ApiError:
-        """The error for a prompt that leaves too little room. Args: length: its tokens. max_tokens: of the client."""
+        """Returns the error for a prompt that leaves too little room. Args: length: its tokens. max_tokens: of the
+        client.
+        """
         wanted = f"{length} tokens in the prompt" + (f" and {max_tokens} of max_tokens" if max_tokens else "")
         return ApiError(
             400,
@@ -125,7 +129,7 @@ class ChatModel:
     # ---- completions ---------------------------------------------------------------------------------------------
 
     def decode(self, ids: Any) -> str:
-        """The text of ids, special tokens left out."""
+        """Returns the text of ids, special tokens left out."""
         return str(self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     @functools.cached_property
@@ -134,11 +138,11 @@ class ChatModel:
         return ToolTemplate(self.tokenizer, {**self.template.options}, self.eos_ids)
 
     def read_turn(self, tokens: np.ndarray, prompt: np.ndarray, tools: Sequence[Any]) -> Message:
-        """A completion as a message with its tool calls."""
+        """Returns a completion as a message with its tool calls."""
         template = self.tool_template
         with self._lock:
             return template.parse(tokens, prompt, tools)
 
     def token_text(self, token: int) -> str:
-        """The text of one token, special tokens included."""
+        """Returns the text of one token, special tokens included."""
         return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))

@@ -48,7 +48,7 @@ class Generation:
         self.events: SimpleQueue[tuple[int, PartialOutput] | Exception] = SimpleQueue()
 
     def next(self, timeout_s: float | None = None) -> tuple[int, PartialOutput] | None:
-        """The index of a request and its new tokens; None = the time is up.
+        """Returns the index of a request and its new tokens; None = the time is up.
 
         Raises: EngineError: the engine failed, or the loop has ended. ConfigError: the engine refuses the requests.
         """
@@ -63,7 +63,7 @@ class Generation:
         return event
 
     def __iter__(self) -> Iterator[tuple[int, PartialOutput]]:
-        """All events until the last request has ended."""
+        """Yields all events until the last request has ended."""
         while self.remaining:
             event = self.next()
             assert event is not None

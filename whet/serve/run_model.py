@@ -36,7 +36,9 @@ class RunModel(ChatModel):
         self._warned: set[str] = set()
 
     def with_sampling(self, sampling: Sampling) -> Self:
-        """The same model under other sampling parameters. Args: sampling: its max_tokens is the most of a call."""
+        """Returns the same model under other sampling parameters. Args: sampling: its max_tokens is the most of
+        a call.
+        """
         model = copy.copy(self)
         model.run_sampling = sampling
         return model
@@ -45,7 +47,7 @@ class RunModel(ChatModel):
         """Accepts each name: an agent may have one of its own for the model."""
 
     def sampling(self, body: SamplingBody, *, max_tokens: int | None, response_format: Any = None) -> Sampling:
-        """The run's sampling parameters, with the call's stop strings.
+        """Returns the run's sampling parameters, with the call's stop strings.
 
         Args: as in ChatModel. Raises: ApiError: a response_format, which would change the distribution.
         """
@@ -73,7 +75,7 @@ class RunModel(ChatModel):
         )
 
     def limit(self, sampling: Sampling, prompt: np.ndarray, *, max_tokens: int | None) -> Sampling:
-        """The sampling parameters with max_tokens for the room that a prompt leaves.
+        """Returns the sampling parameters with max_tokens for the room that a prompt leaves.
 
         Args: as in ChatModel. Raises: ApiError: the prompt leaves no room for a token.
         """

@@ -52,7 +52,7 @@ class ServedModel(ChatModel):
             )
 
     def sampling(self, body: SamplingBody, *, max_tokens: int | None, response_format: Any = None) -> Sampling:
-        """The sampling parameters of a request, without the limit of its length.
+        """Returns the sampling parameters of a request, without the limit of its length.
 
         Args: body: the fields that the client set. max_tokens: of the client; None = see `limit`.
         Raises: ConfigError: a value out of its range. ApiError: an unknown response_format.
@@ -81,7 +81,7 @@ class ServedModel(ChatModel):
         return replace(sampling, stop_ids=tuple(dict.fromkeys([*end_ids, *(body.stop_token_ids or ())])))
 
     def limit(self, sampling: Sampling, prompt: np.ndarray, *, max_tokens: int | None) -> Sampling:
-        """The sampling parameters with max_tokens for the room that a prompt leaves.
+        """Returns the sampling parameters with max_tokens for the room that a prompt leaves.
 
         Args: max_tokens: of the client; None = the server's, or all the room.
         Raises: ApiError: the prompt and max_tokens are longer than the model allows.
@@ -96,7 +96,7 @@ class ServedModel(ChatModel):
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages of a body as chat templates expect them.
+    """Returns the messages of a body as chat templates expect them.
 
     The role `developer` becomes `system`, parts of text are joined, arguments of calls are parsed, and a tool's message
     gets the name of its call.
@@ -130,7 +130,7 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def _content(content: Any, where: str, *, required: bool) -> str:
-    """The text of a message. Raises ApiError: it has none, or parts other than text."""
+    """Returns the text of a message. Raises ApiError: it has none, or parts other than text."""
     if isinstance(content, str):
         return content
     if content is None and not required:
@@ -147,7 +147,7 @@ def _content(content: Any, where: str, *, required: bool) -> str:
 
 
 def _read_call(call: Any, where: str) -> dict[str, Any]:
-    """A tool call as chat templates expect it: its arguments as a mapping."""
+    """Returns a tool call as chat templates expect it: its arguments as a mapping."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ApiError(400, f"{where} has a tool call without function.name", param=where)
@@ -159,7 +159,9 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _constraint(response_format: Any) -> ConstraintConfig | None:
-    """The constraint of OpenAI's response_format. Raises ApiError: an unknown type; ConfigError: a wrong schema."""
+    """Returns the constraint of OpenAI's response_format. Raises ApiError: an unknown type; ConfigError: a wrong
+    schema.
+    """
     if response_format is None or response_format.get("type") == "text":
         return None
     if response_format.get("type") == "json_object":

@@ -114,7 +114,7 @@ class ApiServer(ThreadingHTTPServer):
         self.server_close()
 
     def session(self, name: str, *, create: bool = True) -> Session:
-        """The session of a name. Args: create: it may be new. Raises ApiError: it is not known."""
+        """Returns the session of a name. Args: create: it may be new. Raises ApiError: it is not known."""
         with self._idle:
             if name not in self._sessions:
                 if not create:
@@ -241,7 +241,7 @@ class ApiHandler(BaseHTTPRequestHandler):
         self._send(200, card if is_one else {"object": "list", "data": [card]})
 
     def _trajectories(self, path: str, body: bytes) -> None:
-        """The token sequences of a session, as they can be trained on."""
+        """Sends the token sequences of a session, as they can be trained on."""
         if self._session_name is None:
             raise ApiError(400, f"name a session, by the header {SESSION_HEADER} or as /sessions/NAME/trajectories")
         session = self.server.session(self._session_name, create=False)
@@ -272,14 +272,14 @@ class ApiHandler(BaseHTTPRequestHandler):
             )
 
     def _read_json(self, body: bytes) -> Any:
-        """The value of a body. Raises ApiError: it is not JSON."""
+        """Returns the value of a body. Raises ApiError: it is not JSON."""
         try:
             return json.loads(body)
         except ValueError as error:
             raise ApiError(400, f"the body is not JSON: {error}") from error
 
     def _conversation(self) -> int | None:
-        """The number of the session's conversation; None = the request names no session."""
+        """Returns the number of the session's conversation; None = the request names no session."""
         name = self._session_name
         return None if name is None else int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
 
@@ -299,7 +299,7 @@ class ApiHandler(BaseHTTPRequestHandler):
         self._end_stream()
 
     def _events(self, generation: Generation) -> Generator[tuple[int, PartialOutput]]:
-        """The events of a generation. Raises Disconnected: the client has gone."""
+        """Returns the events of a generation. Raises Disconnected: the client has gone."""
         while generation.remaining:
             event = generation.next(POLL_S)
             if event is not None:
@@ -308,7 +308,7 @@ class ApiHandler(BaseHTTPRequestHandler):
                 raise Disconnected
 
     def _is_disconnected(self) -> bool:
-        """Whether the client has closed the connection."""
+        """Returns whether the client has closed the connection."""
         readable, _, _ = select.select([self.connection], [], [], 0)
         return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
 
@@ -333,11 +333,11 @@ class ApiHandler(BaseHTTPRequestHandler):
             )
 
     def _brought_key(self) -> str:
-        """The API key that the request brings; "" = none."""
+        """Returns the API key that the request brings; "" = none."""
         return self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
 
     def _read_body(self) -> bytes:
-        """The body of the request. Raises ApiError: it has no length, or is too long."""
+        """Returns the body of the request. Raises ApiError: it has no length, or is too long."""
         if "chunked" in self.headers.get("Transfer-Encoding", ""):
             self.close_connection = True
             raise ApiError(411, "send a Content-Length; this server reads no chunked bodies")

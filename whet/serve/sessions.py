@@ -36,7 +36,7 @@ class Renderer(Protocol):
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any], *, asks: bool
     ) -> str:
-        """The text of a conversation. Args: asks: with the header of the assistant's turn."""
+        """Returns the text of a conversation. Args: asks: with the header of the assistant's turn."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
@@ -56,7 +56,7 @@ class TokenSequence:
     """The conversation, the last turn included. Of a prompt of token ids there are only the turns."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The sequence for JSON: `mask` is 1 for sampled tokens, and `versions` is -1 for the others."""
+        """Returns the sequence for JSON: `mask` is 1 for sampled tokens, and `versions` is -1 for the others."""
         columns: dict[str, list[Any]] = {"token_ids": [], "logprobs": [], "mask": [], "versions": []}
         for part in self.parts:
             sampled = isinstance(part, PartialOutput)
@@ -132,7 +132,7 @@ class Session:
         return max(0, len(self.sequences) - 1)
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any]) -> Turn:
-        """The next turn: its prompt begins with the ids of the turn that it continues.
+        """Returns the next turn: its prompt begins with the ids of the turn that it continues.
 
         Args: messages: the agent's history, of `read_messages`. tools, options: for the template.
         Raises: DataError: the template refuses the messages.
@@ -154,7 +154,8 @@ class Session:
         return Turn(tokens, None, tokens, messages, key, rendered)
 
     def begin_tokens(self, tokens: np.ndarray) -> Turn:
-        """The next turn of an agent that sends token ids: it continues the turn whose ids the prompt begins with.
+        """Returns the next turn of an agent that sends token ids: it continues the turn whose ids the prompt begins
+        with.
 
         Args: tokens: int32 [P], the prompt.
         """
@@ -192,12 +193,12 @@ class Session:
 
 
 def _matches(earlier: Sequence[Message], messages: Sequence[Message]) -> bool:
-    """Whether a history begins with the messages of a turn."""
+    """Returns whether a history begins with the messages of a turn."""
     return len(earlier) < len(messages) and all(map(_same, earlier, messages))
 
 
 def _same(a: Message, b: Message) -> bool:
-    """Whether two messages say the same; ids of calls may differ, and agents leave out the reasoning.
+    """Returns whether two messages say the same; ids of calls may differ, and agents leave out the reasoning.
 
     >>> _same({"role": "assistant", "content": "4"}, {"role": "assistant", "content": "4", "name": "x"})
     True

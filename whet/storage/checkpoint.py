@@ -186,7 +186,9 @@ def remove_old_checkpoints(
 
 @contextmanager
 def _removed_on_error(root: Path, step: int, folder: Path) -> Iterator[None]:
-    """A context that removes an unfinished checkpoint after an error; those of a full disk become CheckpointErrors."""
+    """Returns a context that removes an unfinished checkpoint after an error; those of a full disk become
+    CheckpointErrors.
+    """
     try:
         yield
     except BaseException as e:
@@ -200,7 +202,7 @@ def _removed_on_error(root: Path, step: int, folder: Path) -> Iterator[None]:
 
 
 def _is_there(final: Path, run: str | None) -> bool:
-    """Whether a run has this checkpoint already. A folder of this name that is not a checkpoint is renamed."""
+    """Returns whether a run has this checkpoint already. A folder of this name that is not a checkpoint is renamed."""
     if not os.path.lexists(final):
         return False
     if final not in list_checkpoints(final.parent):
@@ -246,7 +248,7 @@ def write_folder_atomic(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def _is_disk_error(error: BaseException) -> bool:
-    """Whether an error means that a file could not be written; each library raises its own class."""
+    """Returns whether an error means that a file could not be written; each library raises its own class."""
     if isinstance(error, OSError | SafetensorError):
         return True
     return type(error) in (Exception, RuntimeError) and _FULL.search(str(error)) is not None
@@ -268,7 +270,7 @@ def _write_sums(folder: Path, *, run: str | None, step: int, known: Mapping[str,
 
 
 def file_sum(path: Path) -> str:
-    """The SHA-256 of a file."""
+    """Returns the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -356,7 +358,7 @@ def check_format(path: Path, number: Any, *, weights: Path) -> None:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in a folder's name; None if it is not the name of a checkpoint.
+    """Returns the step in a folder's name; None if it is not the name of a checkpoint.
 
     >>> step_of(Path("step-000100")), step_of(Path("step-000100.broken")), step_of(Path("step-0000100"))
     (100, None, None)
@@ -366,7 +368,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def read_run_id(folder: Path) -> str | None:
-    """The id of the run that wrote a checkpoint; None if it is not recorded."""
+    """Returns the id of the run that wrote a checkpoint; None if it is not recorded."""
     try:
         record = read_json(folder / _RUN)
     except (OSError, ValueError):
@@ -376,13 +378,13 @@ def read_run_id(folder: Path) -> str | None:
 
 
 def step_folders(root: Path) -> list[Path]:
-    """The folders with a checkpoint's name, oldest step first."""
+    """Returns the folders with a checkpoint's name, oldest step first."""
     folders = [(step, p) for p in root.glob("step-*") if (step := step_of(p)) is not None] if root.is_dir() else []
     return [p for _, p in sorted(folders)]
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest step first. Files of them may have been removed since."""
+    """Returns the checkpoints in a folder, oldest step first. Files of them may have been removed since."""
     return [p for p in step_folders(root) if (p / "run.pt").is_file() or (p / _SUMS).is_file()]
 
 
@@ -408,7 +410,7 @@ def _move_aside(folder: Path) -> None:
 
 
 def find_checkpoint(resume: str, root: Path | None) -> Path | None:
-    """The checkpoint that `resume` names.
+    """Returns the checkpoint that `resume` names.
 
     Args: resume: "latest", or a folder. root: the run's checkpoints.
     Returns: the folder; None if "latest" finds none: the run then starts from the beginning.
@@ -532,7 +534,7 @@ def check_same_weights(path: Path, targets: Mapping[str, Tensor], found: Mapping
 
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers, each shared tensor once, by their full names."""
+    """Returns the parameters and persistent buffers, each shared tensor once, by their full names."""
     buffers = {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, m in module.named_modules()

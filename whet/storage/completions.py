@@ -102,7 +102,7 @@ def iter_completions(path: Path, names: Sequence[str] | None = None) -> Iterator
 
 
 def _types() -> dict[str, Any]:
-    """The columns and their types."""
+    """Returns the columns and their types."""
     import pyarrow as pa
 
     return {

@@ -66,12 +66,12 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
 
 
 def temporary_path(path: Path) -> Path:
-    """An unpredictable name next to a file or folder, with the same suffix."""
+    """Returns an unpredictable name next to a file or folder, with the same suffix."""
     return path.with_name(f".tmp-{secrets.token_hex(8)}-{path.name}")
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a name comes from `temporary_path`.
+    """Returns whether a name comes from `temporary_path`.
 
     >>> is_temporary(temporary_path(Path("x.json")).name), is_temporary(".tmp-mine"), is_temporary("x.json")
     (True, False, False)
@@ -96,7 +96,8 @@ def open_for_append(path: Path) -> BinaryIO:
 
 
 def unused_path(path: Path, word: str) -> Path:
-    """The first of <stem>.<word>-1<suffix>, <stem>.<word>-2<suffix> ... that doesn't exist, even as a dangling link.
+    """Returns the first of <stem>.<word>-1<suffix>, <stem>.<word>-2<suffix> ... that doesn't exist, even as a dangling
+    link.
 
     >>> unused_path(Path("nowhere/metrics.jsonl"), "before").name
     'metrics.before-1.jsonl'
@@ -160,7 +161,7 @@ def check_writable(path: str | Path, key: str) -> None:
 
 
 def write_error(path: Path, error: OSError) -> CheckpointError:
-    """The error for a file of a run that couldn't be written.
+    """Returns the error for a file of a run that couldn't be written.
 
     >>> print(write_error(Path("a/x.json"), OSError("No space left")))
     a/x.json can't be written: No space left; make room or fix its permissions, then resume with trainer.resume=latest
@@ -192,7 +193,7 @@ def _no_constant(word: str) -> None:
 
 
 def finite_or_none(value: object) -> float | None:
-    """A finite number as a float; None for every other value.
+    """Returns a finite number as a float; None for every other value.
 
     >>> finite_or_none(3), finite_or_none(10**400), finite_or_none(math.nan), finite_or_none("3")
     (3.0, None, None, None)

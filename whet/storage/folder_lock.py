@@ -129,7 +129,7 @@ def _same_file(handle: int, path: Path) -> bool:
 
 
 def _holder(text: bytes) -> dict[str, Any] | None:
-    """The process that the file names; None if whet did not write the file."""
+    """Returns the process that the file names; None if whet did not write the file."""
     try:
         holder = read_json(text)
     except ValueError:
@@ -141,7 +141,7 @@ def _holder(text: bytes) -> dict[str, Any] | None:
 
 
 def _start_time(pid: int) -> str | None:
-    """The start time of a process in the kernel's ticks; None if it is unknown."""
+    """Returns the start time of a process in the kernel's ticks; None if it is unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -149,7 +149,7 @@ def _start_time(pid: int) -> str | None:
 
 
 def _is_alive(holder: Mapping[str, Any]) -> bool:
-    """Whether the process that took the lock still runs; another process may have its number now."""
+    """Returns whether the process that took the lock still runs; another process may have its number now."""
     try:
         os.kill(holder["pid"], 0)
     except ProcessLookupError:

@@ -176,7 +176,9 @@ class RunFolder:
             raise write_error(self.path / "metrics.jsonl", error) from error
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl in order, without damaged lines and without a last line that a kill cut short."""
+        """Returns the rows of metrics.jsonl in order, without damaged lines and without a last line that a kill cut
+        short.
+        """
         return _read(self.path / "metrics.jsonl").rows
 
     def _rewind(self, step: int) -> None:
@@ -265,7 +267,7 @@ def check_no_run(path: str | Path) -> None:
 
 
 def has_steps(path: str | Path) -> bool:
-    """Whether a run folder holds rows of training steps.
+    """Returns whether a run folder holds rows of training steps.
 
     >>> has_steps("nowhere")
     False
@@ -274,7 +276,7 @@ def has_steps(path: str | Path) -> bool:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a run folder, which another process may have open; [] if there are none.
+    """Returns the rows of a run folder, which another process may have open; [] if there are none.
 
     >>> read_metrics("nowhere")
     []
@@ -283,7 +285,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _number(path: Path, name: str) -> int:
-    """An integer in a JSON file; -1 if there is none."""
+    """Returns an integer in a JSON file; -1 if there is none."""
     try:
         content = read_json(path)
     except (OSError, ValueError):

@@ -37,7 +37,7 @@ class ActorOutput:
 
 
 def get_padded(data: TensorDictBase, key: Any, value: float, *, side: str = "left", required: bool = True) -> Any:
-    """A tensor of the data with padded rows. Raises MissingKeyError if a required key is missing."""
+    """Returns a tensor of the data with padded rows. Raises MissingKeyError if a required key is missing."""
     options = {"as_padded_tensor": True, "padding_side": side, "padding_value": value}
     try:
         tensor = data.get(key, None, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -90,7 +90,7 @@ def run_actor(actor: Any, data: TensorDictBase, *, keys: Any, strategy: str, sam
 
 
 def _get_distribution(actor: Any, data: TensorDictBase, strategy: str) -> Any:
-    """The actor's distribution; None if it has none."""
+    """Returns the actor's distribution; None if it has none."""
     for name in (f"_get_{strategy}_dist", "get_dist"):
         if hasattr(actor, name):
             return getattr(actor, name)(data)
@@ -118,7 +118,7 @@ def _read_distribution(dist: Any, data: TensorDictBase, *, keys: Any, strategy: 
 
 
 def _read_output(output: Any, data: TensorDictBase, keys: Any) -> tuple[Tensor, Tensor | None]:
-    """The logprobs and entropies that a module returned."""
+    """Returns the logprobs and entropies that a module returned."""
     if is_tensor_collection(output):
         logprobs = get_padded(output, keys.sample_log_prob, 0.0, required=False)
         if logprobs is None or output.get(keys.sample_log_prob) is data.get(keys.sample_log_prob, None):
@@ -136,7 +136,7 @@ def _read_output(output: Any, data: TensorDictBase, keys: Any) -> tuple[Tensor, 
 
 
 def _get_mask(data: TensorDictBase, logprobs: Tensor, keys: Any, strategy: str, action: Tensor | None = None) -> Tensor:
-    """The mask of the trained tokens, for a distribution without one."""
+    """Returns the mask of the trained tokens, for a distribution without one."""
     key = keys.mask or _MASKS.get(strategy)
     if key is not None:
         return get_padded(data, key, False).bool()

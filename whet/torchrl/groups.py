@@ -203,7 +203,7 @@ class GroupGatherer:
         self.stats["successful_trajectories"] += int(total > 0)
 
     def _compute_advantages(self, group: list[Trajectory]) -> list[tuple[Trajectory, Tensor]] | None:
-        """The chosen trajectories and their advantages; None = no choice has a mean inside the bounds."""
+        """Returns the chosen trajectories and their advantages; None = no choice has a mean inside the bounds."""
         if self.trajectory_return is None:
             steps = _normalize(torch.cat([t.rewards.flatten() for t in group]))
             each = steps.split([t.rewards.numel() for t in group])
@@ -220,7 +220,7 @@ class GroupGatherer:
         ]
 
     def _select(self, group: list[Trajectory], returns: Tensor) -> list[int] | None:
-        """The indices of the trajectories to train on; None = no choice yet."""
+        """Returns the indices of the trajectories to train on; None = no choice yet."""
         selector, bounds = self.candidate_selector, self.keep_return_bounds
         candidates = TensorDict({"return": returns}, [len(group)])
         if "trajectories" in selector.in_keys and all(is_tensor_collection(t.item) for t in group):
@@ -243,16 +243,16 @@ class Groups(Iterator[list[tuple[Trajectory, Tensor]]]):
         self._full = (group for t in trajectories if (group := gatherer.add(t)) is not None)
 
     def __next__(self) -> list[tuple[Trajectory, Tensor]]:
-        """The next full group: each trajectory with the advantages of its steps."""
+        """Returns the next full group: each trajectory with the advantages of its steps."""
         return next(self._full)
 
     def get_stats(self) -> dict[str, float]:
-        """The counters (COUNTERS), and the number of incomplete groups."""
+        """Returns the counters (COUNTERS), and the number of incomplete groups."""
         return {**self._gatherer.stats, "queued_groups": len(self._gatherer.queues)}
 
 
 def mc_advantage(trajectories: Iterable[Trajectory], grpo_size: int, **options: Any) -> Groups:
-    """The groups of a stream of trajectories, as they fill up: each trajectory with the advantage of its steps.
+    """Returns the groups of a stream of trajectories, as they fill up: each trajectory with the advantage of its steps.
 
     Args: trajectories: in any order, finished. grpo_size, options: see GroupGatherer.
     Returns: an iterator over groups: [(trajectory, advantages in the shape of its rewards), ...]. Groups that never
@@ -277,7 +277,7 @@ def _normalize(rewards: Tensor) -> Tensor:
 
 
 def _check_bounds(bounds: tuple[float, float] | None) -> tuple[float, float] | None:
-    """The bounds as numbers. Raises ConfigError: not an increasing pair."""
+    """Returns the bounds as numbers. Raises ConfigError: not an increasing pair."""
     if bounds is None:
         return None
     if len(bounds) != 2 or not bounds[0] < bounds[1]:

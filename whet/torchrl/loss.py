@@ -201,11 +201,11 @@ class GRPOLoss(nn.Module):
         return (-self.clip_epsilon_low).log1p(), self.clip_epsilon_high.log1p()
 
     def surrogate(self, x: LossInputs, low: float, high: float) -> LossOutput:
-        """The loss of each token before aggregation, [s], and whet's metrics of it."""
+        """Returns the loss of each token before aggregation, [s], and whet's metrics of it."""
         return clipped_surrogate(x, epsilon=low, epsilon_high=high)
 
     def forward(self, tensordict: TensorDictBase) -> LLMLossOutput:
-        """The loss of a batch [B]. Returns and Raises: see the class."""
+        """Returns the loss of a batch [B]. Returns and Raises: see the class."""
         keys = self.tensor_keys
         actor_output = run_actor(
             self.actor_network,
@@ -248,7 +248,9 @@ class GRPOLoss(nn.Module):
         return self.output_type(**fields)  # pyright: ignore[reportArgumentType]
 
     def _entropy(self, actor_output: ActorOutput, trained: Tokens, kept: Tokens) -> dict[str, Tensor]:
-        """The entropy bonus, and the mean entropy over the trained tokens; with compat="0.9" over all positions."""
+        """Returns the entropy bonus, and the mean entropy over the trained tokens; with compat="0.9" over all
+        positions.
+        """
         if self.compat == "0.9":
             trained = kept = replace(trained, mask=torch.ones_like(trained.mask))
         entropy = actor_output.entropy(trained.mask)
@@ -256,13 +258,17 @@ class GRPOLoss(nn.Module):
         return {"entropy": _mean(entropy.detach()), "loss_entropy": loss}
 
     def _kl(self, name: str, coeff: float, other: Tensor, kept: Tokens) -> dict[str, Tensor]:
-        """A divergence (k3) at the tokens of the loss, and its term of the loss; with compat="0.9" always a mean."""
+        """Returns a divergence (k3) at the tokens of the loss, and its term of the loss; with compat="0.9" always a
+        mean.
+        """
         kl = kl_divergence(kept.logprobs[kept.mask], other, mode="k3")
         loss = _mean(kl) if self.compat == "0.9" else self._aggregate(kl, kept)
         return {name: _mean(kl.detach()), f"loss_{name}": coeff * loss}
 
     def _ess(self, kept: Tokens) -> Tensor:
-        """The effective sample size of the tokens; with compat="0.9" of the rows at each position, then averaged."""
+        """Returns the effective sample size of the tokens; with compat="0.9" of the rows at each position, then
+        averaged.
+        """
         x = kept.inputs()
         weight = sampling_metrics(x)["sampling/weight"]
         if self.compat != "0.9":
@@ -325,12 +331,12 @@ class CISPOLoss(GRPOLoss):
     bounded = False
 
     def surrogate(self, x: LossInputs, low: float, high: float) -> LossOutput:
-        """The loss of each token before aggregation, [s], and whet's metrics of it."""
+        """Returns the loss of each token before aggregation, [s], and whet's metrics of it."""
         return cispo(x, epsilon=high, cispo_epsilon_low=low)
 
 
 def _mean(x: Tensor) -> Tensor:
-    """The mean; 0 for an empty tensor."""
+    """Returns the mean; 0 for an empty tensor."""
     return masked_mean(x, torch.ones_like(x, dtype=torch.bool))
 
 

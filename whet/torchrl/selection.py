@@ -15,7 +15,7 @@ _STRATEGIES = ("balanced", "first", "uniform")
 
 
 def mean_is_within(values: Sequence[float], bounds: tuple[float, float] | None) -> bool:
-    """Whether the mean of some returns lies strictly between the bounds; None = no bounds.
+    """Returns whether the mean of some returns lies strictly between the bounds; None = no bounds.
 
     >>> mean_is_within([0., 1.], (0.1, 0.9)), mean_is_within([1., 1.], (0.1, 0.9))
     (True, False)
@@ -62,7 +62,7 @@ class MCAdvantageSelector:
     def select(
         self, candidates: Any, *, group_size: int, keep_return_bounds: tuple[float, float] | None = None
     ) -> list[int] | None:
-        """The places of the trajectories chosen; None = no choice has a mean inside the bounds.
+        """Returns the places of the trajectories chosen; None = no choice has a mean inside the bounds.
 
         Args: candidates: a TensorDict [n] with the keys `in_keys`, the first of them a number each. group_size: how
                 many are chosen. keep_return_bounds: of their mean, exclusive; None = any.
@@ -84,7 +84,7 @@ class MCAdvantageSelector:
         return chosen
 
     def _values(self, candidates: Any) -> list[float]:
-        """The first key of each candidate, as a number."""
+        """Returns the first key of each candidate, as a number."""
         values = candidates.get(self.in_keys[0])
         if values.numel() != candidates.numel():
             raise DataError(
@@ -103,7 +103,9 @@ def _choose_uniform(values: list[float], size: int) -> list[int]:
 
 
 def _choose_nearest(values: list[float], size: int, bounds: tuple[float, float]) -> list[int] | None:
-    """The subset with its mean nearest to the middle of the bounds, then the widest range, then the first one."""
+    """Returns the subset with its mean nearest to the middle of the bounds, then the widest range, then the
+    first one.
+    """
     middle = 0.5 * (bounds[0] + bounds[1])
 
     def distance(subset: tuple[int, ...]) -> tuple[float, float]:

@@ -68,7 +68,7 @@ class Tokens:
         return self.mask.sum() / self.mask.numel()
 
     def inputs(self) -> LossInputs:
-        """The trained tokens as columns [s] for whet's losses; the sampler is the old policy."""
+        """Returns the trained tokens as columns [s] for whet's losses; the sampler is the old policy."""
         rows = self.mask.nonzero()[:, 0]
         return LossInputs(
             sequence=rows,
@@ -81,7 +81,7 @@ class Tokens:
         )
 
     def to_grid(self, column: Tensor) -> Tensor:
-        """A column [s] as [B, T], with 0 at tokens that are not trained."""
+        """Returns a column [s] as [B, T], with 0 at tokens that are not trained."""
         return column.new_zeros(self.mask.shape).masked_scatter(self.mask, column)
 
     def select(self, chosen: Tensor) -> Tokens:
@@ -123,7 +123,7 @@ def read_tokens(data: TensorDictBase, actor_output: ActorOutput, keys: Any, *, s
 
 
 def reference_logprobs(data: TensorDictBase, key: Any, tokens: Tokens, *, side: str, value: float) -> Tensor:
-    """The reference's logprobs of the trained tokens: [s].
+    """Returns the reference's logprobs of the trained tokens: [s].
 
     Raises: MissingKeyError: there are none. DataError: they have another shape.
     """
@@ -153,7 +153,7 @@ def _check_trained(advantages: Tensor, keys: Any) -> None:
 
 
 def _sampled(data: TensorDictBase, keys: Any, current: Tensor) -> Tensor:
-    """The recorded logprobs. Those of a response are put at the right end of the row, with NaN before them."""
+    """Returns the recorded logprobs. Those of a response are put at the right end of the row, with NaN before them."""
     logprobs = get_padded(data, keys.sample_log_prob, 0.0, required=False)
     if logprobs is None and keys.sample_log_prob == ("log_probs", "full"):
         response = get_padded(data, ("log_probs", "response"), float("nan"), required=False)

@@ -58,7 +58,7 @@ class MCAdvantage:
     requires_shared_write_state = True
 
     def __new__(cls, *args: Any, **options: Any) -> MCAdvantage:
-        """A Transform of TorchRL if TorchRL has been imported, else a plain object."""
+        """Returns a Transform of TorchRL if TorchRL has been imported, else a plain object."""
         return object.__new__(_as_transform(cls))
 
     def __init__(
@@ -85,7 +85,7 @@ class MCAdvantage:
         self.gatherer = GroupGatherer(grpo_size, **options)
 
     def __getattr__(self, name: str) -> Any:
-        """A counter or an option."""
+        """Returns a counter or an option."""
         gatherer = self.__dict__.get("gatherer")
         if gatherer is not None and name in COUNTERS:
             return gatherer.stats[name]
@@ -107,7 +107,7 @@ class MCAdvantage:
         return tensordict
 
     def inv(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        """The groups that these trajectories complete, as one TensorDict [steps]; None if there are none."""
+        """Returns the groups that these trajectories complete, as one TensorDict [steps]; None if there are none."""
         return self._inv_call(tensordict.copy())
 
     def share_memory_(self) -> MCAdvantage:
@@ -126,7 +126,7 @@ class MCAdvantage:
         return _concatenate(written) if written else None
 
     def _trajectories(self, tensordict: TensorDictBase) -> list[Trajectory]:
-        """The trajectories of a batch [T] or [..., T]."""
+        """Returns the trajectories of a batch [T] or [..., T]."""
         if tensordict.ndim > 1:
             return [t for row in tensordict.unbind(0) for t in self._trajectories(row)]
         if tensordict.ndim == 0:
@@ -145,7 +145,7 @@ class MCAdvantage:
         return Trajectory(self._group(steps[0]), self._require(steps, self.rewards_key), steps)
 
     def _group(self, step: TensorDictBase) -> Hashable:
-        """The group name of a trajectory. Raises GroupNameError: neither a string nor a tensor."""
+        """Returns the group name of a trajectory. Raises GroupNameError: neither a string nor a tensor."""
         group = self._require(step, self.prompt_key)
         group = getattr(group, "data", group) if not isinstance(group, torch.Tensor | str) else group
         if isinstance(group, torch.Tensor):
@@ -188,7 +188,7 @@ class MCAdvantage:
         return max((len(q) for q in self.gatherer.queues.values()), default=0)
 
     def get_stats(self) -> dict[str, float]:
-        """All counters, and the sizes of the queues."""
+        """Returns all counters, and the sizes of the queues."""
         sizes = ("queued_groups", "queued_trajectories", "max_queued_trajectories_per_group")
         return {**self.gatherer.stats, **{name: getattr(self, name) for name in sizes}}
 
@@ -202,7 +202,7 @@ class MCAdvantage:
 
 
 def _as_transform(cls: type) -> type:
-    """The class with TorchRL's Transform as a base, if torchrl has been imported."""
+    """Returns the class with TorchRL's Transform as a base, if torchrl has been imported."""
     torchrl = sys.modules.get("torchrl.envs.transforms")
     base = getattr(torchrl, "Transform", None)
     return cls if base is None or issubclass(cls, base) else _with_base(cls, base)
@@ -210,12 +210,12 @@ def _as_transform(cls: type) -> type:
 
 @functools.cache
 def _with_base(cls: type, base: type) -> type:
-    """A class that inherits from both, with the name of the first."""
+    """Returns a class that inherits from both, with the name of the first."""
     return type(cls.__name__, (cls, base), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def _make_empty() -> MCAdvantage:
-    """An MCAdvantage without state, for unpickling."""
+    """Returns an MCAdvantage without state, for unpickling."""
     return MCAdvantage.__new__(MCAdvantage)
 
 

@@ -15,7 +15,7 @@ __all__ = ["check_loss_shapes", "has_unit_weights", "make_loss_inputs"]
 
 
 def has_unit_weights(batch: TokenBatch) -> bool:
-    """Whether the batch has weights of units, not of tokens. Raises DataError if it has both or neither."""
+    """Returns whether the batch has weights of units, not of tokens. Raises DataError if it has both or neither."""
     if (batch.weights is None) == (batch.unit_weights is None):
         raise DataError(
             "the batch has no loss weights; call RoleTrainer.add_loss_weights(batch) once per optimizer step"
@@ -31,7 +31,7 @@ def make_loss_inputs(
     micro: MicroBatch,
     stats: TokenStats,
 ) -> LossInputs:
-    """The columns of a micro-batch, with the model's statistics of its tokens.
+    """Returns the columns of a micro-batch, with the model's statistics of its tokens.
 
     Numbers at masked-out tokens are 0, so a NaN there (from an environment) reaches neither the loss nor, through
     0 * NaN, its gradient.

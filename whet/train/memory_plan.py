@@ -92,8 +92,8 @@ class ModelSizes:
     dtype_bytes: int
 
     def activations(self, tokens: int, checkpointing: str) -> float:
-        """Bytes that a forward pass holds for its backward pass. Args: checkpointing: "none" or "full"; others count
-        as "none", which is an upper bound.
+        """Returns bytes that a forward pass holds for its backward pass. Args: checkpointing: "none" or "full"; others
+        count as "none", which is an upper bound.
         """
         if checkpointing != "full":
             return float(self.activation_bytes * tokens)
@@ -146,7 +146,7 @@ class ShapesLayout(Layout):
         self.kv_bytes: dict[int, int] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """A result of the right shape. Args: as Layout's."""
+        """Returns a result of the right shape. Args: as Layout's."""
         self.kv_bytes[layer] = (k.nbytes + v.nbytes) // k.shape[-2]
         return _FusedAttention.apply(q, k, v)  # type: ignore[no-any-return]
 
@@ -215,7 +215,7 @@ def _run(module: nn.Module, layout: Layout, tokens: int) -> None:
 
 
 def _saved_bytes(module: nn.Module, tokens: int) -> int:
-    """Bytes of the storages that a forward pass saves, parameters apart."""
+    """Returns bytes of the storages that a forward pass saves, parameters apart."""
     parameters = {p.untyped_storage()._cdata for p in module.parameters()}
     saved: dict[int, Tensor] = {}
 
@@ -237,7 +237,7 @@ def plan_memory(
     num_processes: int = 1,
     reference: float | None = None,
 ) -> MemoryPlan:
-    """The memory of a run on each of its GPUs, with settings that fit where the configuration leaves them open.
+    """Returns the memory of a run on each of its GPUs, with settings that fit where the configuration leaves them open.
 
     Args:
         config: of a run with one trained model (supervised, GRPO, or PPO whose critic has the actor's size).
@@ -255,13 +255,13 @@ def plan_memory(
 
 
 def with_lengths(config: RunConfig) -> RunConfig:
-    """The configuration with LENGTH for each length of the rollout that it leaves to data and model."""
+    """Returns the configuration with LENGTH for each length of the rollout that it leaves to data and model."""
     missing = dict.fromkeys(config.rollout.open_lengths, LENGTH)
     return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, **missing)) if missing else config
 
 
 def longest_row(config: PlannedRun) -> int:
-    """Tokens of the longest sequence, or of the longest pair of supervised training, which is run at once.
+    """Returns tokens of the longest sequence, or of the longest pair of supervised training, which is run at once.
 
     Lengths that the configuration leaves open count as LENGTH each. The rows may be longer where those of a supervised
     run have no data.max_length.
@@ -302,13 +302,13 @@ def _candidates(
 
 
 def _trained_role(config: PlannedRun) -> RoleConfig:
-    """The section of the model that is trained."""
+    """Returns the section of the model that is trained."""
     role: RoleConfig = getattr(config, config.TRAINED)
     return role
 
 
 def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, reference: float | None) -> list[Part]:
-    """The parts of weights, moments and gradients, of all models.
+    """Returns the parts of weights, moments and gradients, of all models.
 
     With several processes trained weights are fp32 shards, which the optimizer updates. The whole model in its compute
     dtype is there during the rollout; during the update, embedding, norm and head, one layer, and the next one.
@@ -351,7 +351,7 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
 def _held_in_passes(
     config: PlannedRun, sizes: ModelSizes, tokens: int, checkpointing: str, kv_tokens: int, is_bounded: bool
 ) -> list[Part]:
-    """The parts of a pass of training, and of the engine. Args: is_bounded: its cache is."""
+    """Returns the parts of a pass of training, and of the engine. Args: is_bounded: its cache is."""
     own_tokens = -(-tokens // config.trainer.context_parallel_size)
     turns = 0.0
     if isinstance(config, RunConfig) and config.rollout.max_turns > 1 and not is_bounded:
@@ -367,7 +367,7 @@ def _held_in_passes(
 
 
 def with_settings(config: PlannedRun, plan: MemoryPlan) -> Sequence[str]:
-    """The settings of a plan that differ from the configuration, as words of a command."""
+    """Returns the settings of a plan that differ from the configuration, as words of a command."""
     words = []
     if config.trainer.max_tokens_per_microbatch != plan.tokens:
         words.append(f"trainer.max_tokens_per_microbatch={plan.tokens}")
@@ -381,7 +381,7 @@ def with_settings(config: PlannedRun, plan: MemoryPlan) -> Sequence[str]:
 
 
 def free_gpu_memory() -> float | None:
-    """The bytes that are free on the current CUDA device; None = there is none."""
+    """Returns the bytes that are free on the current CUDA device; None = there is none."""
     return float(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else None
 
 
@@ -454,7 +454,7 @@ def _checked_plan(
     num_processes: int,
     is_kv_set: bool,
 ) -> MemoryPlan | None:
-    """The plan of a run, which is logged; None = there is none, or it is the user's to try.
+    """Returns the plan of a run, which is logged; None = there is none, or it is the user's to try.
 
     Args: make_plan: gives the plan, and the bytes of the weights that are only read. is_kv_set: nothing of the
         rollout is open.
@@ -487,7 +487,7 @@ def _checked_plan(
 
 
 def ways_to_fit(config: PlannedRun, part: Part | None = None, num_processes: int = 1) -> str:
-    """The settings that make a run smaller.
+    """Returns the settings that make a run smaller.
 
     Args: part: the largest one, which decides which come first. num_processes: each has a GPU.
     """

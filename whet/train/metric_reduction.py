@@ -23,7 +23,9 @@ loss; sequence_*: the mean, maximum and minimum of the means of sequences."""
 
 
 def metric_labels(name: str, reductions: Reductions) -> Mapping[str, str]:
-    """The labels of a loss's metric in the log, each with its reduction. Default: its mean, under its own name."""
+    """Returns the labels of a loss's metric in the log, each with its reduction. Default: its mean, under its
+    own name.
+    """
     return reductions.get(name, {name: "mean"})
 
 
@@ -65,7 +67,7 @@ def reduce_metrics(
 
 
 def unpack_metrics(labels: Sequence[Sequence[tuple[str, str]]], numbers: Sequence[float]) -> Iterator[Metrics]:
-    """The metrics of each micro-batch.
+    """Yields the metrics of each micro-batch.
 
     Args: labels: (label, reduction) of each micro-batch, from reduce_metrics. numbers: of all micro-batches end to end:
         the loss, the count of the mask, and one for each label.

@@ -4,7 +4,7 @@
     an adapter        adapter_model.safetensors, adapter_config.json         PEFT's format: no weight of the base
                       generation_config.json                                 of a language model's whole weights
     and               optimizer.safetensors, state.pt                        by the name of the parameter
-    sharded           config.json, state.pt; all tensors are in the shards of the checkpoint (parallel/shards.py)
+    sharded           the configs and state.pt; all tensors are in the shards of the checkpoint (parallel/shards.py)
     a learned prompt  prompt_encoder.safetensors                             what makes the adapter
 
 Optimizer, state and prompt encoder may be in a folder `whet` beside the weights, since some programs take every
@@ -27,7 +27,15 @@ from torch import Tensor
 from whet.errors import CheckpointError, ConfigError
 from whet.models.load import DTYPES, save_model
 from whet.models.loaded_model import LoadedModel
-from whet.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, load_adapter_weights, save_adapter
+from whet.models.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    PREFIX,
+    adapter_tensors,
+    load_adapter_weights,
+    save_adapter,
+    save_adapter_config,
+)
 from whet.models.prompt_tuning import ENCODER, is_prompt_tuned
 from whet.storage.checkpoint import (
     CHECKPOINT_FORMAT,
@@ -66,7 +74,7 @@ class ModelFiles:
         self.adapted = loaded.adapter is not None
 
     def paths(self, folder: Path) -> list[Path]:
-        """The model's files in its folder of a checkpoint."""
+        """Returns the model's files in its folder of a checkpoint."""
         weights = (ADAPTER_WEIGHTS, ADAPTER_CONFIG) if self.adapted else ("model.safetensors", "config.json")
         rest = _RESUMED[1:] if self.optim is None else _RESUMED
         rest = (*rest, ENCODER) if is_prompt_tuned(self.loaded.module) else rest
@@ -100,7 +108,7 @@ class ModelFiles:
             self.loaded.module.generation_config.to_json_file(folder / "generation_config.json")  # pyright: ignore
 
     def shards(self) -> tuple[dict[str, Tensor], Any]:
-        """What a resumed worker needs: this process's shards of the tensors, and the optimizer's plain state.
+        """Returns what a resumed worker needs: this process's shards of the tensors, and the optimizer's plain state.
 
         Returns: "model.<parameter>" and "optim.<parameter>.<key>" -> tensor; the state, for `write_plain`.
         """
@@ -114,12 +122,19 @@ class ModelFiles:
         """Writes the files of a sharded checkpoint besides the shards. Args: rest: from `shards`."""
         if not self.adapted:
             self._write_config(folder)
+        elif not is_prompt_tuned(self.loaded.module):
+            save_adapter_config(self.loaded.module, folder)
         state = {"format": CHECKPOINT_FORMAT, "version": version}
         write_state(state if rest is None else {**state, "optim": rest}, folder / "state.pt")
 
     def _weights(self) -> dict[str, Tensor]:
-        """The weights that a checkpoint holds, by the module's names; masters in place of parameters."""
+        """Returns the weights that a checkpoint holds, by the module's names, an adapter's by PEFT's; masters in place
+        of parameters.
+        """
         module = self.loaded.module
+        if self.adapted and not is_prompt_tuned(module):
+            masters = {id(p): self.masters.get(n, p) for n, p in module.named_parameters()}
+            return {n: masters.get(id(p), p).detach() for n, p in adapter_tensors(module).items()}
         if self.adapted:
             return {n: self.masters.get(n, p).detach() for n, p in module.named_parameters() if p.requires_grad}
         return {n: t.detach() for n, t in {**named_weights(module), **self.masters}.items()}
@@ -192,7 +207,7 @@ class ModelFiles:
 
     @contextmanager
     def _masters_in(self) -> Iterator[None]:
-        """A context in which the module's parameters are the fp32 masters."""
+        """Returns a context in which the module's parameters are the fp32 masters."""
         masters = self.masters
         params = dict(self.loaded.module.named_parameters())
         originals = {n: p.data for n, p in params.items() if n in masters and masters[n] is not p}
@@ -214,5 +229,5 @@ def separate_training_state(folder: Path) -> None:
 
 
 def _state_folder(folder: Path) -> Path:
-    """The folder of a model's training state."""
+    """Returns the folder of a model's training state."""
     return folder / STATE_FOLDER if (folder / STATE_FOLDER).is_dir() else folder

@@ -29,7 +29,7 @@ Copy = Callable[[Tensor, torch.device], Tensor]
 
 
 def copy_to_device(tensor: Tensor, place: torch.device) -> Tensor:
-    """A copy of a tensor on a device, for which the host does not wait where it need not."""
+    """Returns a copy of a tensor on a device, for which the host does not wait where it need not."""
     return tensor.to(place, non_blocking=True, copy=True)
 
 
@@ -60,7 +60,7 @@ class PinnedPlaces:
                 self._places[t] = part.as_strided(t.shape, t.stride())
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """The data of a tensor on the device, in its place; for the copy the host does not wait."""
+        """Returns the data of a tensor on the device, in its place; for the copy the host does not wait."""
         return self._places[tensor].copy_(tensor.data, non_blocking=True)
 
     def clear(self) -> None:
@@ -69,7 +69,7 @@ class PinnedPlaces:
 
 
 def _extent(tensor: Tensor) -> int:
-    """The elements from the first to the last one of a tensor in memory."""
+    """Returns the elements from the first to the last one of a tensor in memory."""
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
 
 
@@ -199,11 +199,13 @@ class OffloadPlacement(Placement):
         self.offload.to_host([*self._weights(), *self._masters(), *self._moments()])
 
     def _weights(self) -> list[Tensor]:
-        """The weights of a model that is only read."""
+        """Returns the weights of a model that is only read."""
         return list(self.module.parameters()) if self._optim is None else []
 
     def _masters(self) -> list[Tensor]:
-        """The master weights that are not the model's own parameters. In fp32 the parameters are the masters."""
+        """Returns the master weights that are not the model's own parameters. In fp32 the parameters are the
+        masters.
+        """
         if self._optim is None:
             return []
         return [m for name, m in self._optim.masters.items() if m is not self._optim.params[name]]
@@ -216,7 +218,9 @@ class OffloadPlacement(Placement):
 
 
 def _parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The plain tensors. A subclass that wraps tensors, such as quantised moments, is replaced by the tensors in it."""
+    """Yields the plain tensors. A subclass that wraps tensors, such as quantised moments, is replaced by the tensors in
+    it.
+    """
     for t in tensors:
         if is_wrapper_subclass(t):
             names, _ = t.__tensor_flatten__()

@@ -119,7 +119,7 @@ class Optim:
             tensor.grad = None
 
     def masters_by_name(self) -> dict[str, Tensor]:
-        """The fp32 weights under the module's parameter names."""
+        """Returns the fp32 weights under the module's parameter names."""
         return self.masters
 
     def plan(self, total_updates: int | None) -> None:
@@ -198,7 +198,7 @@ class Optim:
         return norm, rate, not finite
 
     def _names(self) -> list[list[str]]:
-        """The parameter names of each of the optimizer's groups.
+        """Returns the parameter names of each of the optimizer's groups.
 
         Raises: CheckpointError: a parameter is not one of the model's.
         """
@@ -228,7 +228,9 @@ class Optim:
         return rest
 
     def state(self, *, sharded: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The moments by "<parameter>.<key>", and the rest as plain containers. Args: sharded: see flatten_state."""
+        """Returns the moments by "<parameter>.<key>", and the rest as plain containers. Args: sharded: see
+        flatten_state.
+        """
         groups = self._names()
         flat = [name for names in groups for name in names]
         state = self.optimizer.state_dict()
@@ -290,7 +292,7 @@ class Optim:
         self._set_rates()
 
     def empty_moment(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor for an entry "<parameter>.<key>" of the state, sharded as its parameter is.
+        """Returns a tensor for an entry "<parameter>.<key>" of the state, sharded as its parameter is.
 
         Args: shape: of the whole tensor. dtype: of the saved one.
         """
@@ -298,7 +300,7 @@ class Optim:
         return torch.zeros(shape, dtype=dtype) if master is None else torch.zeros_like(master, dtype=dtype).detach()
 
     def _shard(self, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of a parameter with its moments sharded as the parameter is, if it is."""
+        """Returns the state of a parameter with its moments sharded as the parameter is, if it is."""
         master = self.masters[name]
         is_moment = lambda x: isinstance(x, Tensor) and x.shape == master.shape and not is_sharded(x)
         return {key: shard_like(master, value) if is_moment(value) else value for key, value in entry.items()}
@@ -315,7 +317,7 @@ class Optim:
 
 
 def _master(p: nn.Parameter, compute: torch.dtype) -> Tensor:
-    """The tensor that is optimized for p: p itself if it computes in fp32 or fp64, else its values in fp32.
+    """Returns the tensor that is optimized for p: p itself if it computes in fp32 or fp64, else its values in fp32.
 
     The values of a p in fp32 are taken, not copied: p gets a copy in the dtype that it computes in.
     """
@@ -349,7 +351,7 @@ def _scale(grads: list[Tensor], factor: float) -> None:
 
 
 def _gradient(master: Tensor) -> Tensor:
-    """A master's gradient; zeros if it has none.
+    """Returns a master's gradient; zeros if it has none.
 
     So a step whose groups were all skipped is a step with zero gradients: moments decay, momentum moves.
     """
@@ -359,7 +361,7 @@ def _gradient(master: Tensor) -> Tensor:
 
 
 def _adder(master: Tensor) -> Callable[[Tensor], None]:
-    """A hook that adds a parameter's gradient to its master's in fp32 and drops it."""
+    """Returns a hook that adds a parameter's gradient to its master's in fp32 and drops it."""
 
     def add(p: Tensor) -> None:
         assert p.grad is not None
@@ -373,7 +375,7 @@ def _adder(master: Tensor) -> Callable[[Tensor], None]:
 
 
 def _is_endless(c: OptimConfig) -> bool:
-    """Whether a schedule does not depend on the number of updates."""
+    """Returns whether a schedule does not depend on the number of updates."""
     return c.schedule in _ENDLESS and not c.warmup_ratio
 
 
@@ -393,7 +395,7 @@ def _make_schedule(c: OptimConfig, optimizer: torch.optim.Optimizer, total: int 
 
 
 def _is_plain_constant(c: OptimConfig, warmup: int) -> bool:
-    """Whether the rate never changes. Args: warmup: the updates of the warm-up."""
+    """Returns whether the rate never changes. Args: warmup: the updates of the warm-up."""
     return c.schedule == "constant" and not warmup and not c.schedule_kwargs
 
 

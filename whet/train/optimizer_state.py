@@ -180,7 +180,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _group_of(path: Path, names: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> int:
-    """The index of the saved group with exactly these parameters."""
+    """Returns the index of the saved group with exactly these parameters."""
     for i, group in enumerate(saved):
         if set(group["params"]) == set(names):
             return i

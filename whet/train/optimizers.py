@@ -76,7 +76,7 @@ def check_optimizer(config: Any) -> None:
 
 
 def _adamw8bit_class() -> Any:
-    """The class of torchao. Raises ConfigError if torchao is not installed."""
+    """Returns the class of torchao. Raises ConfigError if torchao is not installed."""
     try:
         from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -153,7 +153,7 @@ def _call_factory(factory: Any, name: str, tensors: Any, **rate: float) -> torch
 
 
 def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of each group, without its parameters; a rate that is a tensor becomes a number."""
+    """Returns the settings of each group, without its parameters; a rate that is a tensor becomes a number."""
     return [
         {n: float(v) if isinstance(v, Tensor) else v for n, v in group.items() if n != "params"}
         for group in optimizer.param_groups

@@ -66,7 +66,7 @@ def write_budgets(root: Path, budgets: Mapping[str, int]) -> None:
 
 
 def read_budgets(root: Path) -> dict[str, int]:
-    """The token budgets that `write_budgets` noted; {} = none."""
+    """Returns the token budgets that `write_budgets` noted; {} = none."""
     try:
         content = read_json(root / BUDGETS)
     except (OSError, ValueError):
@@ -78,7 +78,7 @@ def read_budgets(root: Path) -> dict[str, int]:
 def out_of_memory_note(
     configured: int, last: int, *, is_repeatable: bool, after_restart: int | None = None, trained: bool = True
 ) -> str:
-    """What helps after an update, or a scoring pass, that ran out of memory.
+    """Returns what helps after an update, or a scoring pass, that ran out of memory.
 
     Args: configured: the configured token budget. last: the budget of the last try. is_repeatable: whether smaller
         micro-batches were tried. after_restart: the budget of several processes after a restart. trained: an update.

@@ -101,7 +101,9 @@ def _run_update(trainer: RoleTrainer, prompt: int, completion: int) -> int:
 
 
 def _largest_batch(worker: ModelWorker, prompt: int, completion: int) -> TokenBatch:
-    """Completions of one prompt, as many as a micro-batch of each process holds: its rows have the most targets."""
+    """Returns completions of one prompt, as many as a micro-batch of each process holds: its rows have the most
+    targets.
+    """
     ids, count = worker.loaded.num_ids, max(1, (worker.max_tokens - prompt) // completion)
     count = min(count, worker.max_sequences or count)
     rng = np.random.default_rng(0)  # ids that differ share nothing but the prompt
@@ -116,7 +118,7 @@ def _largest_batch(worker: ModelWorker, prompt: int, completion: int) -> TokenBa
 
 
 def _loss(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum of all outputs of the model that have a gradient."""
+    """Returns the sum of all outputs of the model that have a gradient."""
     scores = None if x.scores is None else x.scores.index_select(0, x.sequence)
     outputs: list[Any] = [x.logprobs, x.entropy, x.new_values, x.divergence, scores]
     return sum(y for y in outputs if y is not None and y.requires_grad), {}  # pyright: ignore[reportReturnType]

@@ -126,15 +126,15 @@ class Checkpoints:
         self._lock = None
 
     def find(self, resume: str) -> Path | None:
-        """The checkpoint that `resume` names: see storage.checkpoint.find_checkpoint."""
+        """Returns the checkpoint that `resume` names: see storage.checkpoint.find_checkpoint."""
         return find_checkpoint(resume, self.root)
 
     def exist(self) -> bool:
-        """Whether the folder holds a checkpoint."""
+        """Returns whether the folder holds a checkpoint."""
         return self.root is not None and bool(list_checkpoints(self.root))
 
     def _is_own(self, folder: Path) -> bool:
-        """Whether a checkpoint is one of this run's step-* folders."""
+        """Returns whether a checkpoint is one of this run's step-* folders."""
         if self.root is None or step_of(folder) is None:
             return False
         return folder.absolute().parent.resolve() == self.root.resolve()
@@ -272,7 +272,9 @@ class Checkpoints:
         background.tidy()
 
     def _saved_workers(self) -> dict[Role, ModelWorker]:
-        """The workers that a checkpoint holds: of trained roles, and of read-only roles with replaced weights."""
+        """Returns the workers that a checkpoint holds: of trained roles, and of read-only roles with replaced
+        weights.
+        """
         replaced = {role: worker for role, worker in self.only_read.items() if worker.replaced}
         return {**{role: trainer.worker for role, trainer in self.trainers.items()}, **replaced}
 
@@ -302,11 +304,11 @@ class Checkpoints:
         write_state({**state, **own, "format": CHECKPOINT_FORMAT}, folder / "run.pt")
 
     def place(self, folder: Path, role: str) -> Path:
-        """The folder of a trained role in a checkpoint, which may not exist yet."""
+        """Returns the folder of a trained role in a checkpoint, which may not exist yet."""
         return folder / role
 
     def of_step(self, step: int) -> Path | None:
-        """The folder of a step's checkpoint, which may not exist yet; None = no checkpoints are written."""
+        """Returns the folder of a step's checkpoint, which may not exist yet; None = no checkpoints are written."""
         return None if self.root is None else self.root / f"step-{step:06d}"
 
     def protect(self, name: str, step: int | None) -> bool:
@@ -435,7 +437,7 @@ class Checkpoints:
 
     @staticmethod
     def state(folder: Path, needs: Collection[str] = ()) -> dict[str, Any]:
-        """The run's own state in a checkpoint.
+        """Returns the run's own state in a checkpoint.
 
         Args: needs: required entries, in addition to those that every run writes.
         Raises: CheckpointError: `save` did not write it, or its step is not that of the folder's name.

@@ -144,7 +144,9 @@ class RoleTrainer:
         return self
 
     def add_loss_weights(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with the weights of its tokens or units, which are made once per optimizer step from all of it."""
+        """Returns the batch with the weights of its tokens or units, which are made once per optimizer step from all of
+        it.
+        """
         if batch.weights is not None or batch.unit_weights is not None:
             return batch
         if self.loss_per == "unit":
@@ -172,15 +174,15 @@ class RoleTrainer:
         return self._updated_version == self.worker.version
 
     def stale_versions(self, batch: TokenBatch) -> list[int]:
-        """The policy versions of trained tokens that are not the model's current one."""
+        """Returns the policy versions of trained tokens that are not the model's current one."""
         return batch.versions[batch.mask & (batch.versions != self.worker.version)].unique().tolist()
 
     def is_on_policy(self, batch: TokenBatch) -> bool:
-        """Whether all trained tokens of a batch come from the current weights."""
+        """Returns whether all trained tokens of a batch come from the current weights."""
         return not self.updated_since_sync and not self.stale_versions(batch)
 
     def _reductions(self, batch: TokenBatch) -> Reductions:
-        """The reductions of the loss's metrics on a batch, without those that have no meaning off policy."""
+        """Returns the reductions of the loss's metrics on a batch, without those that have no meaning off policy."""
         left_out = () if self.is_on_policy(batch) else self.on_policy_metrics
         return {**self.reductions, **{name: {} for name in left_out}}
 
@@ -314,7 +316,7 @@ def _check_batches(batches: Any) -> Iterable[Any]:
 
 
 def lower_lr_advice(role: Role = Role.ACTOR) -> str:
-    """The advice to resume with a lower learning rate, for messages.
+    """Returns the advice to resume with a lower learning rate, for messages.
 
     >>> lower_lr_advice(Role.CRITIC)[:70]
     'resume from an earlier checkpoint (trainer.resume=<its step-* folder>)'

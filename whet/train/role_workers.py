@@ -160,8 +160,8 @@ class RoleWorkers:
         return load_on_writer(self.ranks, load) if several else load()
 
     def _dtype_read(self, role: Role, source: RoleConfig, *, is_frozen: bool) -> str:
-        """The dtype in which a model's weights are read. Trained ones are read in fp32 and become the masters; frozen
-        ones go to a GPU in the dtype that they compute in, so that it never holds them in fp32.
+        """Returns the dtype in which a model's weights are read. Trained ones are read in fp32 and become the masters;
+        frozen ones go to a GPU in the dtype that they compute in, so that it never holds them in fp32.
         """
         if not is_frozen:
             return "float32"
@@ -171,7 +171,8 @@ class RoleWorkers:
 
     @staticmethod
     def copy_module(source: ModelSource | None, actor: ModelSource, policy: LoadedModel) -> ModelSource | None:
-        """The source of the reference; a copy of the actor's module if the reference is that module without an adapter.
+        """Returns the source of the reference; a copy of the actor's module if the reference is that module without an
+        adapter.
 
         It must be copied before `add` of the actor, after which several processes share it. Args: as `load_reference`.
         """
@@ -273,7 +274,7 @@ class RoleWorkers:
         return trainer
 
     def tokenizer_of(self, role: Role, model: nn.Module | str | RoleConfig | None, given: Any = None) -> Any:
-        """A role's own tokenizer; None = the policy's."""
+        """Returns a role's own tokenizer; None = the policy's."""
         if model is None or given is not None:
             return None if given is None else load_tokenizer(given)
         trusted = trusts_remote_code(model)
@@ -287,7 +288,7 @@ class RoleWorkers:
         return load_tokenizer(model, trust_remote_code=trusted)
 
     def _placement(self, loaded: LoadedModel) -> Placement:
-        """The placement of a role's tensors: sharded over several processes, else as offload_to_cpu says."""
+        """Returns the placement of a role's tensors: sharded over several processes, else as offload_to_cpu says."""
         device = self.device_of(loaded)
         if self.ranks.size > 1:
             from whet.parallel.context import check_heads  # imported where processes share a model
@@ -327,12 +328,12 @@ class RoleWorkers:
         return make_mesh(self.device(Role.ACTOR).type, self.ranks.size, *sizes)
 
     def device(self, role: Role) -> torch.device:
-        """The device on which a role's model is loaded; of several processes each has its own GPU."""
+        """Returns the device on which a role's model is loaded; of several processes each has its own GPU."""
         usual = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         return self._device or usual
 
     def device_of(self, loaded: LoadedModel) -> torch.device:
-        """The device that a model computes on; with several processes it is moved there as it is sharded."""
+        """Returns the device that a model computes on; with several processes it is moved there as it is sharded."""
         return self.device(Role.ACTOR) if self.ranks.size > 1 else loaded.module.device
 
     def check_same_ids(self, role: Role, model: ModelSource, actor: ModelSource) -> None:
@@ -392,7 +393,7 @@ class RoleWorkers:
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def worker(self, role: Role) -> ModelWorker:
-        """The worker of a role. Raises ConfigError: there is none."""
+        """Returns the worker of a role. Raises ConfigError: there is none."""
         if role not in self._workers:
             raise ConfigError(f"there is no {role.value}; give {type(self).__name__}({role.value}=...)")
         return self._workers[role]
@@ -413,11 +414,13 @@ class RoleWorkers:
         return {role.value: str(w.dtype).removeprefix("torch.") for role, w in self._workers.items()}
 
     def state(self) -> dict[str, Any]:
-        """The state for checkpoints besides the workers' own: the compute dtype of each role."""
+        """Returns the state for checkpoints besides the workers' own: the compute dtype of each role."""
         return {"dtypes": self.dtypes}
 
     def describe(self) -> dict[str, Any]:
-        """The choices that were made for this machine: compute dtypes, and the implementations that training runs."""
+        """Returns the choices that were made for this machine: compute dtypes, and the implementations that training
+        runs.
+        """
         training = {role.value: w.backends for role, w in self._workers.items()}
         return {"compute_dtype": self.dtypes, "training": training}
 
@@ -428,7 +431,7 @@ class RoleWorkers:
 
 
 def trusts_remote_code(model: Any) -> bool:
-    """Whether the code in a model's folder may run. Args: model: a RoleConfig; anything else = no."""
+    """Returns whether the code in a model's folder may run. Args: model: a RoleConfig; anything else = no."""
     return isinstance(model, RoleConfig) and model.trust_remote_code
 
 
@@ -439,7 +442,7 @@ def check_model_exists(name: str) -> None:
 
 
 def model_checks(config: TrainingConfig, models: Iterable[Any], optimizers: Iterable[Any]) -> list[Callable[[], Any]]:
-    """The checks before the models of a run are loaded; each raises ConfigError.
+    """Returns the checks before the models of a run are loaded; each raises ConfigError.
 
     Args: config: of the loop. models, optimizers: as the user gave them; None is allowed.
     """
@@ -459,7 +462,9 @@ def model_checks(config: TrainingConfig, models: Iterable[Any], optimizers: Iter
 
 
 def _check_adapter_lr(role: Role, optimizer: OptimConfig) -> OptimConfig:
-    """The optimizer of an adapter, with the default learning rate if it has none. Warns of a rate that is too low."""
+    """Returns the optimizer of an adapter, with the default learning rate if it has none. Warns of a rate that is too
+    low.
+    """
     if optimizer.lr is None:
         log.info("%s: learning rate %g, the default of an adapter", role.section, LORA_LR)
         return dataclasses.replace(optimizer, lr=LORA_LR)

@@ -213,13 +213,13 @@ class ModelWorker:
         return self._read(batch, names, processors or self.processors, max_sequences)
 
     def values(self, batch: TokenBatch) -> Tensor:
-        """A critic's value of the state before each token: [S], detached, on the CPU."""
+        """Returns a critic's value of the state before each token: [S], detached, on the CPU."""
         values = self._read(batch, ("values",), self.processors).values
         assert values is not None
         return values
 
     def scores(self, batch: TokenBatch) -> Tensor:
-        """The value head's score at the last token of each sequence: [N], detached, on the CPU.
+        """Returns the value head's score at the last token of each sequence: [N], detached, on the CPU.
 
         Raises: ConfigError: the model has no value head.
         """
@@ -278,7 +278,7 @@ class ModelWorker:
 
     @torch.no_grad()
     def _teacher_target(self, micro: MicroBatch, divergence: Divergence | None) -> TeacherTarget | None:
-        """The teacher's states of one forward pass; None = there is no teacher."""
+        """Returns the teacher's states of one forward pass; None = there is no teacher."""
         if divergence is None:
             return None
         teacher = divergence.teacher
@@ -288,7 +288,7 @@ class ModelWorker:
         return states, divergence.gkd_beta
 
     def layers(self) -> AbstractContextManager[None]:
-        """A context for forward and backward passes that runs layers by whet's faster forwards."""
+        """Returns a context for forward and backward passes that runs layers by whet's faster forwards."""
         return nullcontext() if self.fast_layers is None else self.fast_layers.enabled()
 
     def micro_batches(
@@ -307,7 +307,7 @@ class ModelWorker:
     def _planned_within(
         self, batch: TokenBatch, max_sequences: int | None, at_end: bool, trained: bool
     ) -> list[MicroBatch]:
-        """The passes on the host, with the smaller token budget where all sequences and units fit into it."""
+        """Returns the passes on the host, with the smaller token budget where all sequences and units fit into it."""
         if (smaller := self._smaller_tokens.get(trained)) is not None:
             try:
                 return self._planned(batch, max_sequences, at_end, min(smaller, self.max_tokens))
@@ -331,7 +331,9 @@ class ModelWorker:
     def _own_passes(
         self, batch: TokenBatch, max_sequences: int | None, at_end: bool, trained: bool = False
     ) -> list[tuple[MicroBatch, bool]]:
-        """The passes of a batch that this process runs, and whether each counts. Args: trained: count their work."""
+        """Returns the passes of a batch that this process runs, and whether each counts. Args: trained: count their
+        work.
+        """
         passes = self.micro_batches(batch, max_sequences, at_end, trained)
         if trained:
             work, size = [self._work(micro) for micro in passes], self.placement.data_size
@@ -430,7 +432,7 @@ class ModelWorker:
         divergence: Divergence | None = None,
         reductions: Reductions | None = None,
     ) -> Metrics:
-        """The metrics that forward_backward would return, computed without a gradient."""
+        """Returns the metrics that forward_backward would return, computed without a gradient."""
         options = (entropy, constants, scores, divergence, reductions or {})
         with self.placement.during("read"), _teacher_on_device(divergence):
             run = lambda: self._run(batch, loss, *options, backward=False)
@@ -486,7 +488,7 @@ class ModelWorker:
         return self.cost.token * micro.num_tokens + self.cost.target * len(micro.targets)
 
     def _dropout(self, micro: MicroBatch) -> AbstractContextManager[None]:
-        """A context for a training pass, in which an adapter's dropout is on."""
+        """Returns a context for a training pass, in which an adapter's dropout is on."""
         adapter = self.loaded.adapter
         if adapter is None or not adapter.dropout:
             return nullcontext()
@@ -494,7 +496,7 @@ class ModelWorker:
         return adapter.dropout_on(keys.flatten().to(self.device), self.seed, self.updates)
 
     def pop_flops(self) -> float:
-        """The FLOPs of this process's training passes since the last call.
+        """Returns the FLOPs of this process's training passes since the last call.
 
         6 N for each token that is run, N the matrices' entries: a product and its two gradients. Attention between
         tokens and the second forward pass of checkpointing do not count, frozen weights count like trained ones.
@@ -503,7 +505,8 @@ class ModelWorker:
         return flops
 
     def pop_imbalance(self) -> float:
-        """How much longer the training passes since the last call took than if all processes had had equal work.
+        """Returns how much longer the training passes since the last call took than if all processes had had equal
+        work.
 
         The processes run their passes in rounds, and in each round all wait for the longest pass. So this is the sum of
         the most work of each round, over the mean work of a process; 1 = balanced, nan = there were no passes.
@@ -531,7 +534,7 @@ class ModelWorker:
     # ---- weights and state ---------------------------------------------------------------------------------------
 
     def rollout_weights(self) -> AbstractContextManager[nn.Module]:
-        """A context for engines: the module's parameters are plain tensors in the dtype that it computes in.
+        """Returns a context for engines: the module's parameters are plain tensors in the dtype that it computes in.
 
         Example: `with worker.rollout_weights(): outputs = engine.step()`.
         """
@@ -594,7 +597,7 @@ class ModelWorker:
             self._files_of(module).write(folder, self.version)
 
     def shards(self) -> tuple[dict[str, Tensor], Any]:
-        """What a resumed worker needs: this process's shards of the tensors, and plain state.
+        """Returns what a resumed worker needs: this process's shards of the tensors, and plain state.
 
         See ModelFiles.shards; the tensors are the worker's own, which the next update changes.
         """
@@ -621,7 +624,9 @@ class ModelWorker:
                 self._files_of(module).export(folder, tokenizer, merge=merge, dtype=dtype)
 
     def _files_of(self, module: nn.Module) -> ModelFiles:
-        """The model's files. Args: module: with the weights to write, which may be a copy that is not sharded."""
+        """Returns the model's files. Args: module: with the weights to write, which may be a copy that is not
+        sharded.
+        """
         if module is self.module:
             return self.files
         copy = dataclasses.replace(self.loaded, module=module)
@@ -636,7 +641,9 @@ class ModelWorker:
 
 
 def _columns_on(device: torch.device, batch: TokenBatch) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
-    """The columns of a batch's tokens and sequences, and its units' weights, on a device; micro-batches have tokens."""
+    """Returns the columns of a batch's tokens and sequences, and its units' weights, on a device; micro-batches have
+    tokens.
+    """
     tokens = {name: c for name, c in batch.token_columns.items() if name != "tokens"}
     sequences = batch.sequence_columns
     weights = [] if batch.unit_weights is None else [batch.unit_weights]
@@ -645,5 +652,5 @@ def _columns_on(device: torch.device, batch: TokenBatch) -> tuple[dict[str, Tens
 
 
 def _teacher_on_device(divergence: Divergence | None) -> AbstractContextManager[None]:
-    """A context in which the weights of a divergence's teacher are on the device that computes."""
+    """Returns a context in which the weights of a divergence's teacher are on the device that computes."""
     return nullcontext() if divergence is None else divergence.teacher.placement.during("read")

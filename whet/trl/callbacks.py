@@ -56,7 +56,7 @@ class _PromptCallback(TrainerCallback):
         self._last = -1
 
     def is_due(self, args: Any, state: Any) -> bool:
-        """Whether this step is due and has not been handled yet."""
+        """Returns whether this step is due and has not been handled yet."""
         every = self.freq or state.eval_steps or args.eval_steps
         if not every or state.global_step % every or state.global_step == self._last:
             return False
@@ -64,7 +64,7 @@ class _PromptCallback(TrainerCallback):
         return True
 
     def formatted_prompts(self, tokenizer: Any) -> list[str]:
-        """The prompts as texts."""
+        """Returns the prompts as texts."""
         return [maybe_apply_chat_template({"prompt": prompt}, tokenizer)["prompt"] for prompt in self.prompts]
 
     @torch.no_grad()

@@ -79,7 +79,7 @@ def _train(verb: str, words: Sequence[str]) -> Any:
 
 
 def _usage() -> str:
-    """The text of `--help`."""
+    """Returns the text of `--help`."""
     return (
         "python -m whet.trl COMMAND --config config.yaml --flag value ...: TRL's command line on whet's learners.\n\n"
         f"COMMAND is one of {', '.join(COMMANDS)}; python -m whet.trl COMMAND --help lists its flags.\n"
@@ -178,7 +178,7 @@ def _load_splits(script: Any, mixture: Any) -> Mapping[str, Any]:
 
 
 def _get_split(splits: Mapping[str, Any], name: str, flag: str) -> Any:
-    """The split of this name. Raises ConfigError: there is none."""
+    """Returns the split of this name. Raises ConfigError: there is none."""
     from whet.errors import ConfigError
 
     if name not in splits:

@@ -52,7 +52,7 @@ _BATCH_ROWS = 1000
 
 
 def is_conversational(example: Row) -> bool:
-    """Whether a row holds lists of messages.
+    """Returns whether a row holds lists of messages.
 
     >>> is_conversational({"prompt": [{"role": "user", "content": "1+1?"}]}), is_conversational({"prompt": "1+1="})
     (True, False)
@@ -61,7 +61,7 @@ def is_conversational(example: Row) -> bool:
 
 
 def is_conversational_from_value(example: Row) -> bool:
-    """Whether a row has `conversations` of messages with `from` and `value`.
+    """Returns whether a row has `conversations` of messages with `from` and `value`.
 
     >>> is_conversational_from_value({"conversations": [{"from": "human", "value": "1+1?"}]})
     True
@@ -70,7 +70,7 @@ def is_conversational_from_value(example: Row) -> bool:
 
 
 def maybe_convert_to_chatml(example: Row) -> dict[str, Any]:
-    """The row with `role` and `content` in every message; the column `conversations` becomes `messages`.
+    """Returns the row with `role` and `content` in every message; the column `conversations` becomes `messages`.
 
     >>> maybe_convert_to_chatml({"conversations": [{"from": "user", "value": "1+1?"}]})
     {'messages': [{'role': 'user', 'content': '1+1?'}]}
@@ -91,7 +91,7 @@ def apply_chat_template(
     example: Row, processing_class: Any, tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
     **template_kwargs: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """The conversations of a row as texts of the chat template.
+    """Returns the conversations of a row as texts of the chat template.
 
     Args:
         example: a row with messages; with prompt and optionally completion and label; or with a pair. It may have a
@@ -154,7 +154,7 @@ def _is_messages(value: Any, *names: str) -> bool:
 
 
 def extract_prompt(example: Row) -> dict[str, Any]:
-    """The pair with the common beginning of its answers, in messages or in characters, as its prompt.
+    """Returns the pair with the common beginning of its answers, in messages or in characters, as its prompt.
 
     A space before the first difference stays with the answers; each answer keeps at least one message or character.
 
@@ -202,7 +202,7 @@ def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, d
 
 
 def _columns(dataset: Any) -> list[str]:
-    """The columns of a data set, or of the first of several. Reads a row if a stream has no column names."""
+    """Returns the columns of a data set, or of the first of several. Reads a row if a stream has no column names."""
     is_dict = isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict)
     first: Any = next(iter(dataset.values())) if is_dict else dataset
     return list(next(iter(first))) if first.column_names is None else list(first.column_names)
@@ -216,7 +216,7 @@ def _unpair_batch(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def unpair_rows(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
-    """The rows of `unpair_preference_dataset` for any iterable of pairs; a missing prompt is extracted."""
+    """Yields the rows of `unpair_preference_dataset` for any iterable of pairs; a missing prompt is extracted."""
     rows = iter(rows)
     while batch := list(islice(rows, _BATCH_ROWS)):
         pairs = [row if "prompt" in row else {**row, **extract_prompt(row)} for row in batch]
@@ -280,7 +280,7 @@ def _pack_batch(batch: Mapping[str, list[Any]], size: int, strategy: str) -> dic
 
 
 def _lengths(batch: Mapping[str, list[Any]]) -> list[int]:
-    """The length of each row. Raises DataError: a column without lists, or with other lengths."""
+    """Returns the length of each row. Raises DataError: a column without lists, or with other lengths."""
     lengths: list[int] | None = None
     for name, values in batch.items():
         if not all(_is_list(value) for value in values):

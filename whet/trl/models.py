@@ -73,7 +73,7 @@ def _resize(model: Any, tokenizer: Any, multiple: int | None) -> None:
 
 
 def create_reference_model(model: Any, num_shared_layers: int | None = None, pattern: str | None = None) -> Any:
-    """A frozen copy of a model. The trainers make their reference themselves.
+    """Returns a frozen copy of a model. The trainers make their reference themselves.
 
     Raises: ConfigError: num_shared_layers or pattern: layers can't be shared.
     """

@@ -58,7 +58,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
-    """The share of repeated n-grams of tokens times a penalty.
+    """Returns the share of repeated n-grams of tokens times a penalty.
 
     Args: ngram_size: n. max_penalty: the reward of a completion that only repeats itself; not positive.
     Raises: ConfigError: a positive penalty.
@@ -139,14 +139,14 @@ def get_cosine_scaled_reward(
 
 
 def _text(completion: Any) -> str:
-    """The text of a completion; of a conversation, the text of its first message."""
+    """Returns the text of a completion; of a conversation, the text of its first message."""
     return completion if isinstance(completion, str) else str(completion[0]["content"])
 
 
 def _compute_accuracy(
     answers: Sequence[str | None], solution: Sequence[str], log_extra: LogExtra | None, skipped: str
 ) -> list[float | None]:
-    """The accuracy of each answer, 0 for None (reasoning without an end). Logs the parsed formulas."""
+    """Returns the accuracy of each answer, 0 for None (reasoning without an end). Logs the parsed formulas."""
     compare = _load_comparison()
     rewards: list[float | None] = []
     parsed: list[tuple[str, str]] = []

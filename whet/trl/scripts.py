@@ -193,7 +193,7 @@ def get_peft_config(model_args: Any) -> Any:
 
 
 def get_quantization_config(model_args: Any) -> Any:
-    """The quantization configuration for 4 or 8 bits; None = neither is set."""
+    """Returns the quantization configuration for 4 or 8 bits; None = neither is set."""
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
     from transformers import BitsAndBytesConfig
@@ -276,7 +276,7 @@ class TrlParser(HfArgumentParser):
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The arguments of a parser and of its subcommands."""
+    """Yields the arguments of a parser and of its subcommands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for subparser in action.choices.values():

@@ -54,7 +54,9 @@ class BaseRollout(Protocol):
     """
 
     def generate(self, prompts: list[str], rollout_config: Any) -> Any:
-        """One completion for each prompt: an object with `tokens` and, on request, `logprobs`, as RolloutOutput has."""
+        """Returns one completion for each prompt: an object with `tokens` and, on request, `logprobs`, as RolloutOutput
+        has.
+        """
         ...
 
     def update_params(self, params: Any) -> None:
@@ -148,7 +150,7 @@ class BaseRolloutAdapter(QueueEngine):
         return self.finish(batch, [self._output(r, i, out) for i, r in enumerate(batch)])
 
     def _output(self, request: Request, i: int, out: Any) -> Output:
-        """One completion, cut at its first stop token or at max_tokens."""
+        """Returns one completion, cut at its first stop token or at max_tokens."""
         tokens = np.asarray(out.tokens[i]).astype(np.int32)
         end, finish_reason = find_end(request.sampling, tokens, new=len(tokens)) or (len(tokens), "length")
         tokens = tokens[:end]
@@ -173,7 +175,7 @@ class BaseRolloutAdapter(QueueEngine):
 
 
 def is_rollout_class(engine: Any) -> bool:
-    """Whether an engine is a class, or a partial of one, with Tunix's rollout methods: it has no `submit`."""
+    """Returns whether an engine is a class, or a partial of one, with Tunix's rollout methods: it has no `submit`."""
     kind = engine.func if isinstance(engine, functools.partial) else engine
     return inspect.isclass(kind) and not callable(inspect.getattr_static(kind, "submit", None))
 
@@ -191,24 +193,24 @@ class TokenizerAdapter:
         self.tokenizer = tokenizer
 
     def bos_id(self) -> int | None:
-        """The id that begins a text; None = the tokenizer has none."""
+        """Returns the id that begins a text; None = the tokenizer has none."""
         return self.tokenizer.bos_token_id
 
     def eos_id(self) -> int | None:
-        """The id that ends a text; None = the tokenizer has none."""
+        """Returns the id that ends a text; None = the tokenizer has none."""
         return self.tokenizer.eos_token_id
 
     def pad_id(self) -> int:
-        """The padding id, or the end id."""
+        """Returns the padding id, or the end id."""
         eos = self.eos_id()
         return pad_token_id(self.tokenizer, () if eos is None else (eos,))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The tokenizer's own call."""
+        """Returns the tokenizer's own call."""
         return self.tokenizer(*args, **kwargs)
 
     def __len__(self) -> int:
-        """The number of ids."""
+        """Returns the number of ids."""
         return len(self.tokenizer)
 
     def __getattr__(self, name: str) -> Any:
@@ -217,7 +219,7 @@ class TokenizerAdapter:
 
 
 def prompt_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of a prompt's ids, with their special tokens.
+    """Returns the text of a prompt's ids, with their special tokens.
 
     The tokens that the tokenizer itself puts before every text (bos) are left out, since they would come twice.
     Args: tokenizer: of transformers. ids: of the prompt.
@@ -233,7 +235,7 @@ def prompt_text(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def tunix_config(sampling: Sampling, config: Any = None, seed: int | None = None) -> Any:
-    """A Sampling under Tunix's field names.
+    """Returns a Sampling under Tunix's field names.
 
     Args: sampling: of a request. config: a dataclass to copy; None = a plain object. seed: of the call.
     Returns: the copy, or the object, with the Sampling's values.

@@ -112,7 +112,7 @@ class RLEngine(cluster.RLCluster):
         return dict(getattr(self.tunix_config, "role_to_mesh", None) or {})
 
     def device(self, role: Role) -> torch.device:
-        """The device on which a role's model is loaded: the kind of its mesh, or the GPU if there is one."""
+        """Returns the device on which a role's model is loaded: the kind of its mesh, or the GPU if there is one."""
         mesh = self.r2m.get(roles.Role(role))
         kind = getattr(mesh, "device_type", None)  # torch's mesh has one
         return super().device(role) if kind is None else torch.device(kind)
@@ -140,11 +140,11 @@ class RLEngine(cluster.RLCluster):
     # ---- sampling ------------------------------------------------------------------------------------------------
 
     def get_rollout_config(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:
-        """The rollout configuration of a mode, with all of Tunix's fields."""
+        """Returns the rollout configuration of a mode, with all of Tunix's fields."""
         return self.tunix_config.rollout_for(mode)  # pyright: ignore[reportReturnType]
 
     def next_call(self) -> int:
-        """A number of its own for each call that draws without a seed."""
+        """Returns a number of its own for each call that draws without a seed."""
         self._calls += 1
         return self._calls - 1
 
@@ -208,7 +208,7 @@ class RLEngine(cluster.RLCluster):
         micro_batch_size: int | None = None,
         temperature: float | None = None,
     ) -> Tensor:
-        """Log-probabilities under a role's model.
+        """Returns log-probabilities under a role's model.
 
         Args:
             prompt_tokens: [B, P], left-padded with pad_id.
@@ -234,7 +234,7 @@ class RLEngine(cluster.RLCluster):
         eos_id: int | Sequence[int],
         micro_batch_size: int | None = None,
     ) -> Tensor:
-        """Log-probabilities under the reference: see `per_token_logps`."""
+        """Returns log-probabilities under the reference: see `per_token_logps`."""
         return self.per_token_logps(Role.REFERENCE, prompt_tokens, completion_tokens, pad_id, eos_id, micro_batch_size)
 
     def get_actor_per_token_logps(
@@ -246,7 +246,7 @@ class RLEngine(cluster.RLCluster):
         micro_batch_size: int | None = None,
         temperature: float | None = None,
     ) -> Tensor:
-        """Log-probabilities under the actor as it is now: see `per_token_logps`."""
+        """Returns log-probabilities under the actor as it is now: see `per_token_logps`."""
         return self.per_token_logps(
             Role.ACTOR, prompt_tokens, completion_tokens, pad_id, eos_id, micro_batch_size, temperature
         )
@@ -254,14 +254,16 @@ class RLEngine(cluster.RLCluster):
     def get_old_per_token_logps(
         self, prompt_tokens: Any, completion_tokens: Any, micro_batch_size: int | None = None
     ) -> Tensor:
-        """Log-probabilities under the policy that rolls out, with the cluster's own pad id and training's stop ids."""
+        """Returns log-probabilities under the policy that rolls out, with the cluster's own pad id and training's stop
+        ids.
+        """
         stops = self.sampling().stop_ids
         return self.per_token_logps(Role.ACTOR, prompt_tokens, completion_tokens, self.pad_id, stops, micro_batch_size)
 
     def get_values(
         self, prompt_tokens: Any, completion_tokens: Any, pad_id: int, eos_id: int | Sequence[int]
     ) -> Tensor:
-        """The critic's values of the states before each completion token: [B, C], 0 at padding."""
+        """Returns the critic's values of the states before each completion token: [B, C], 0 at padding."""
         eos = [eos_id] if isinstance(eos_id, int) else list(eos_id)
         batch, mask = padded_batch(prompt_tokens, completion_tokens, pad_id, eos)
         check_ids(batch, self.worker(Role.CRITIC).loaded.num_ids, "the critic")
@@ -270,7 +272,7 @@ class RLEngine(cluster.RLCluster):
     def get_rewards(
         self, prompt_tokens: Any, completion_tokens: Any, pad_id: int, eos_id: int | Sequence[int]
     ) -> Tensor:
-        """The reward model's score of each row, at its last token: [B]. It has to read the actor's token ids.
+        """Returns the reward model's score of each row, at its last token: [B]. It has to read the actor's token ids.
 
         Raises: ConfigError: the cluster has no reward model.
         """
@@ -320,7 +322,7 @@ class RLEngine(cluster.RLCluster):
         return update(train_ds, eval_ds, skip_jit)
 
     def eval_actor(self, eval_ds: Iterable[Any] | None) -> Metrics | None:
-        """The actor's loss and its metrics over TrainExamples or TokenBatches; None of None."""
+        """Returns the actor's loss and its metrics over TrainExamples or TokenBatches; None of None."""
         return None if eval_ds is None else self.actor_trainer.evaluate(eval_ds)
 
     # ---- metrics -------------------------------------------------------------------------------------------------
@@ -350,7 +352,7 @@ class RLEngine(cluster.RLCluster):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The state of whet's cluster, and the number of calls that drew without a seed."""
+        """Returns the state of whet's cluster, and the number of calls that drew without a seed."""
         return {**super().state(), "calls": self._calls}
 
     def restore(self, state: Mapping[str, Any]) -> None:

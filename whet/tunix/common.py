@@ -53,12 +53,12 @@ def make_completion_mask(completion_ids: Any, eos_tok: int = 0) -> Tensor:
 
 
 def np_make_completion_mask(completion_ids: Any, eos_tok: int = 0) -> np.ndarray:
-    """The same as a numpy array: int32 [B, C]."""
+    """Returns the same as a numpy array: int32 [B, C]."""
     return make_completion_mask(np.asarray(completion_ids), eos_tok).numpy()
 
 
 def build_positions_from_mask(input_mask: Any) -> Tensor:
-    """The position of each token among the True tokens of its row, 0 before the first of them: Int [B, T].
+    """Returns the position of each token among the True tokens of its row, 0 before the first of them: Int [B, T].
 
     >>> build_positions_from_mask([[0, 1, 1, 1]]).tolist()
     [[0, 0, 1, 2]]
@@ -68,7 +68,7 @@ def build_positions_from_mask(input_mask: Any) -> Tensor:
 
 
 def make_causal_attn_mask(input_mask: Any) -> Tensor:
-    """The causal attention mask: Bool [B, T, T], True where a query may attend to a key that is not padding.
+    """Returns the causal attention mask: Bool [B, T, T], True where a query may attend to a key that is not padding.
 
     Raises: DataError: the mask is not [B, T].
 
@@ -83,7 +83,7 @@ def make_causal_attn_mask(input_mask: Any) -> Tensor:
 
 
 def pad_to_length(x: Any, target_length: int, pad_value: Any = 0, left: bool = False, axis: int = 0) -> Tensor:
-    """An array padded along an axis to a length; a longer array is returned unchanged.
+    """Returns an array padded along an axis to a length; a longer array is returned unchanged.
 
     >>> pad_to_length([1, 2], 4, left=True).tolist()
     [0, 0, 1, 2]
@@ -101,7 +101,7 @@ def pad_to_length(x: Any, target_length: int, pad_value: Any = 0, left: bool = F
 def process_ids(
     prompt_tokens: Any, completion_tokens: Any, pad_id: int, eos_id: int, segment_ids: Any = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The inputs of a model for padded arrays.
+    """Returns the inputs of a model for padded arrays.
 
     Args: eos_id: no effect, as in Tunix: every token with the pad id is padding. segment_ids: refused unless None.
     Returns: ids [B, T], positions [B, T], the causal attention mask [B, T, T] and the padding mask, Int [B, T].
@@ -131,7 +131,7 @@ def _check_not_packed(segment_ids: Any) -> None:
 
 
 def selective_log_softmax(logits: Any, input_ids: Any) -> Tensor:
-    """The log-probability of each id: fp32 [B, C], from logits [B, C, V]."""
+    """Returns the log-probability of each id: fp32 [B, C], from logits [B, C, V]."""
     logits, ids = torch.as_tensor(logits).float(), torch.as_tensor(input_ids).long()
     return logits.gather(-1, ids[..., None]).squeeze(-1) - logits.logsumexp(-1)
 
@@ -139,7 +139,7 @@ def selective_log_softmax(logits: Any, input_ids: Any) -> Tensor:
 def get_per_token_logps(
     model: nn.Module, input_tokens: Any, positions: Any, attn_mask: Any, logits_to_keep: int
 ) -> Tensor:
-    """The log-probabilities of the last `logits_to_keep` tokens of each row: [B, logits_to_keep].
+    """Returns the log-probabilities of the last `logits_to_keep` tokens of each row: [B, logits_to_keep].
 
     Args: attn_mask: the padding mask [B, T] or the attention mask [B, T, T].
     """
@@ -162,7 +162,7 @@ def compute_per_token_logps(
     temperature: float = 1.0,
     chunk_size: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The log-probabilities of completion tokens under a causal model of transformers.
+    """Returns the log-probabilities of completion tokens under a causal model of transformers.
 
     Args:
         model: in place of Tunix's graphdef and state.
@@ -191,7 +191,7 @@ def compute_score(
     stop_gradient: bool = True,
     segment_ids: Any = None,
 ) -> Tensor:
-    """The score of each token by a token classifier, or by a sequence classifier with one label: [B, T].
+    """Returns the score of each token by a token classifier, or by a sequence classifier with one label: [B, T].
 
     Raises: ConfigError: the model does not return one number for each token.
     """
@@ -226,7 +226,7 @@ def _forward(model: nn.Module, ids: Tensor, positions: Tensor, seen: Tensor) -> 
 def compute_kl_divergence(
     per_token_logps: Any, ref_per_token_logps: Any, method: str = "low_var_kl", clamp_value: float | None = None
 ) -> Tensor:
-    """The KL estimate of each token, fp32.
+    """Returns the KL estimate of each token, fp32.
 
     Args: method: "kl", "mse_kl" or "low_var_kl". clamp_value: bound of the absolute value; None = no bound.
     Raises: ConfigError: an unknown method.
@@ -250,7 +250,7 @@ def aggregate_loss(
     *,
     norm: float | None = None,
 ) -> Tensor:
-    """The loss of padded rows as one number. Tunix returns its sum and its denominator; this is the quotient.
+    """Returns the loss of padded rows as one number. Tunix returns its sum and its denominator; this is the quotient.
 
     Args: per_token_loss, completion_mask: [B, C]. norm: the denominator of the modes that have one; None = the width of
         the rows for sequence-mean-token-scale, the number of rows with a token for sequence-mean-token-sum-norm.

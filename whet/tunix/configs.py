@@ -61,7 +61,7 @@ ENGINE_NAMES = {"vanilla": "embedded", "sglang_jax": "sglang"}
 
 
 def core_config(value: T) -> T:
-    """A configuration as whet's own class, without the fields that have no effect there.
+    """Returns a configuration as whet's own class, without the fields that have no effect there.
 
     Args: value: a configuration, or a mapping of modes to them; anything else is returned as it is.
 
@@ -70,9 +70,10 @@ def core_config(value: T) -> T:
     """
     if isinstance(value, Mapping):
         return {key: core_config(entry) for key, entry in value.items()}  # pyright: ignore[reportReturnType]
-    if type(value).__module__ != __name__:
+    own = lambda kind: kind.__module__.startswith("whet.tunix.")
+    if not own(type(value)):
         return value
-    kind: Any = next(base for base in type(value).__mro__ if base.__module__ != __name__)
+    kind: Any = next(base for base in type(value).__mro__ if not own(base))
     names = [f.name for f in dataclasses.fields(kind)]
     fields = {name: core_config(getattr(value, name)) for name in names}
     if isinstance(value, core.PolicyConfig):  # a default of Tunix's that has no effect was not set by the user
@@ -86,7 +87,7 @@ def core_config(value: T) -> T:
 
 
 def _rename(arguments: Any, tunix_name: str, name: str, default: Any = None) -> Any:
-    """The arguments of a configuration, with Tunix's name of a field replaced by whet's.
+    """Returns the arguments of a configuration, with Tunix's name of a field replaced by whet's.
 
     Args: default: of the field; where one of the two names has it, the value of the other counts.
     Raises: ConfigError: the field has a value under both of its names.
@@ -324,7 +325,7 @@ class RolloutConfig(core.RolloutConfig):
         return ArgsKwargs((), sections) if isinstance(arguments, ArgsKwargs) else sections
 
     def __getattr__(self, name: str) -> Any:
-        """An engine's field by its long name."""
+        """Returns an engine's field by its long name."""
         if name not in FLAT_NAMES:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{nearest(name, vars(self))}")
         section, own = FLAT_NAMES[name]

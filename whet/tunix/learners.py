@@ -114,7 +114,8 @@ class TunixLearner(RLLearner):
         return super().train(train_ds, eval_ds)
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
-        """A run as RLLearner's, which continues from the newest checkpoint of checkpoint_root_directory, if any.
+        """Returns a run as RLLearner's, which continues from the newest checkpoint of checkpoint_root_directory, if
+        any.
 
         Raises: ConfigError: a trainer has data hooks.
         """
@@ -198,7 +199,7 @@ class TunixLearner(RLLearner):
     # ---- a user's own rollout ------------------------------------------------------------------------------------
 
     def _training_input(self, step: Step) -> dict[str, Any]:
-        """The rows of a step, one for each completion: prompts, the data's columns, trajectory_ids."""
+        """Returns the rows of a step, one for each completion: prompts, the data's columns, trajectory_ids."""
         each = [(p, g) for p in step.prompts for g in range(self.num_generations)]
         names = dict.fromkeys(name for p in step.prompts for name in p.columns)
         columns = {name: [p.columns.get(name) for p, _ in each] for name in names}
@@ -211,7 +212,7 @@ class TunixLearner(RLLearner):
     def _generate_and_compute_advantage(
         self, training_input: Mapping[str, Any], mode: Mode = Mode.TRAIN
     ) -> TrainExample:
-        """The training batch of a step: samples completions, and computes their rewards, scores and advantages.
+        """Returns the training batch of a step: samples completions, and computes their rewards, scores and advantages.
 
         Args: training_input: "prompts", each num_generations times in a row, and columns of the same length.
         Returns: [B, P] and [B, C] arrays, with advantages [B, C] and the old and reference log-probabilities.
@@ -227,7 +228,9 @@ class TunixLearner(RLLearner):
         self, prompts: Sequence[Any], completions: Sequence[str], mode: Any = Mode.TRAIN, step: int | None = None,
         **columns: Any,
     ) -> np.ndarray:  # fmt: skip
-        """The sum of the reward functions for each completion: float64 [B]. Args: columns: a value for each of them."""
+        """Returns the sum of the reward functions for each completion: float64 [B]. Args: columns: a value for each of
+        them.
+        """
         groups = [
             Group(prompt=self._prompt(text, {n: v[i] for n, v in columns.items() if n != "trajectory_ids"}, i),
                   completions=(self._completion(self.cluster.tokenizer.encode(answer) or [self.cluster.pad_id], 0),))
@@ -237,7 +240,9 @@ class TunixLearner(RLLearner):
         return np.nan_to_num(self._rewards.total)
 
     def _step_of(self, training_input: Mapping[str, Any], mode: Mode) -> Step:
-        """The step of a training_input: the loop's current step if the prompts are unchanged, else a new one."""
+        """Returns the step of a training_input: the loop's current step if the prompts are unchanged, else a
+        new one.
+        """
         prompts, size = list(training_input["prompts"]), self.num_generations
         columns = {n: v for n, v in training_input.items() if n not in ("prompts", "trajectory_ids")}
         if self._input is not None and prompts == self._input[1]:
@@ -255,7 +260,7 @@ class TunixLearner(RLLearner):
         return prompt
 
     def _completion(self, ids: Sequence[int], generation: int) -> Completion:
-        """The completion of ids."""
+        """Returns the completion of ids."""
         tokens = np.asarray(ids, dtype=np.int32)
         return Completion(
             tokens=tokens,
@@ -266,7 +271,7 @@ class TunixLearner(RLLearner):
         )
 
     def _from_example(self, step: Step, example: TrainExample) -> Step:
-        """The step with the batch that `_generate_and_compute_advantage` returned."""
+        """Returns the step with the batch that `_generate_and_compute_advantage` returned."""
         batch = example_to_batch(example, version=self.cluster.actor.version)
         default_step = self._default_step
         if default_step is not None and torch.equal(default_step.batch.ends, batch.ends):
@@ -283,7 +288,7 @@ class TunixLearner(RLLearner):
         return (default_step or step).replace(groups=groups, rewards=rewards, batch=batch)
 
     def _groups(self, step: Step, example: TrainExample) -> list[Group]:
-        """The completions of an example, a row each, under the prompts of the step."""
+        """Returns the completions of an example, a row each, under the prompts of the step."""
         size, ids, mask = self.num_generations, torch.as_tensor(example.completion_ids), example.completion_mask
         if len(ids) != size * len(step.prompts):
             raise DataError(
@@ -298,7 +303,7 @@ class TunixLearner(RLLearner):
         ]  # fmt: skip
 
     def _reward_batch(self, groups: Sequence[Group]) -> RewardBatch:
-        """The rewards that `_compute_rewards` computed for groups; NaN if it was not called."""
+        """Returns the rewards that `_compute_rewards` computed for groups; NaN if it was not called."""
         texts = [[self.cluster.decode(c.tokens) for c in g.completions] for g in groups]
         count = sum(map(len, texts))
         rewards, inputs = self._rewards, self.reward_manager.inputs(groups, texts, mode=Mode.TRAIN, extras={})
@@ -367,7 +372,7 @@ def _reward_metrics(rewards: RewardBatch) -> dict[str, float]:
 
 
 def _external_metrics(step: Step) -> dict[str, tuple[Any, Any]]:
-    """The rewards and completions of a step for an external logger: name -> (value, aggregation)."""
+    """Returns the rewards and completions of a step for an external logger: name -> (value, aggregation)."""
     rewards = step.rewards
     total = np.nan_to_num(rewards.total)
     table = {name: np.nan_to_num(values) for name, values in rewards.table.items()}
@@ -389,7 +394,7 @@ def _external_metrics(step: Step) -> dict[str, tuple[Any, Any]]:
 
 
 def _only_one(**values: Any) -> Any:
-    """The value that was passed under one of several names. Raises ConfigError: two of them have a value."""
+    """Returns the value that was passed under one of several names. Raises ConfigError: two of them have a value."""
     passed = {name: value for name, value in values.items() if value is not None}
     if len(passed) > 1:
         raise ConfigError(f"{' and '.join(passed)} name the same thing; give one of them")

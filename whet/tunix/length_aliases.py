@@ -23,7 +23,7 @@ COMPLETION = ("max_tokens_to_generate", "max_tokens", "max_generation_steps")
 
 
 def resolve_length_alias(arguments: Any, own: str) -> Any:
-    """The arguments of a configuration or a call, with the length limit under its own name there.
+    """Returns the arguments of a configuration or a call, with the length limit under its own name there.
 
     Args: arguments: a mapping, or pydantic's arguments; anything else stays as it is. own: one of COMPLETION.
     Raises: ConfigError: the length is given under two names.

@@ -38,7 +38,7 @@ class MetricsBuffer:
             self.metrics[name] = ([*self.metrics.get(name, ([], None))[0], value], how)
 
     def reduced(self) -> dict[str, float]:
-        """The values as numbers, by name; those without an aggregation (text, lists) are left out."""
+        """Returns the values as numbers, by name; those without an aggregation (text, lists) are left out."""
         joined = {
             name: ([x for value in values for x in np.ravel(value)] if how is not None else values, how)
             for name, (values, how) in self.metrics.items()

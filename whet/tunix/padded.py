@@ -82,7 +82,7 @@ class TrainExample:
 
 
 def prompt_mask(ids: Tensor, pad_id: int) -> Tensor:
-    """True from the first id that isn't padding: Bool [B, P]. A pad id inside a prompt is part of it.
+    """Returns True from the first id that isn't padding: Bool [B, P]. A pad id inside a prompt is part of it.
 
     >>> prompt_mask(torch.tensor([[0, 5, 0, 6]]), 0)
     tensor([[False,  True,  True,  True]])
@@ -91,7 +91,7 @@ def prompt_mask(ids: Tensor, pad_id: int) -> Tensor:
 
 
 def completion_mask(ids: Tensor, eos_ids: Sequence[int]) -> Tensor:
-    """True up to and including the first end id, everywhere where there is none: Bool [B, C].
+    """Returns True up to and including the first end id, everywhere where there is none: Bool [B, C].
 
     >>> completion_mask(torch.tensor([[1, 2, 0, 0], [1, 2, 3, 4]]), [0])
     tensor([[ True,  True,  True, False],
@@ -243,7 +243,7 @@ def _whole(name: str, x: Tensor) -> Tensor:
 
 
 def _mask(name: str, x: Tensor, of: str, ids: Tensor) -> Tensor:
-    """A mask of the shape of its ids: Bool. Where it is 1 no id is negative."""
+    """Returns a mask of the shape of its ids: Bool. Where it is 1 no id is negative."""
     if x.shape != ids.shape:
         raise DataError(f"TrainExample.{name} has shape {list(x.shape)}; it must be that of {of}, {list(ids.shape)}")
     if not bool(((x == 0) | (x == 1)).all()):
@@ -260,7 +260,7 @@ def _mask(name: str, x: Tensor, of: str, ids: Tensor) -> Tensor:
 
 
 def _numbers(name: str, x: Tensor, counted: Tensor) -> Tensor:
-    """A column of numbers: Float [B, C], advantages [B] too, finite where completions are trained."""
+    """Returns a column of numbers: Float [B, C], advantages [B] too, finite where completions are trained."""
     rows, whole = [len(counted)], list(counted.shape)
     shape, rule, here = list(x.shape), "[B, C]", f"{whole}"
     if name == "advantages":

@@ -17,7 +17,9 @@ class PerfMetricsExport:
 
     @staticmethod
     def from_cluster_config(cluster_config: Any, *args: Any, **options: Any) -> Callable[..., dict[str, Any]]:
-        """What a PerfMetricsConfig takes as its export function; `time/` metrics are logged with it and without."""
+        """Returns what a PerfMetricsConfig takes as its export function; `time/` metrics are logged with it and
+        without.
+        """
         return _default_export
 
 
@@ -30,7 +32,9 @@ class PerfMetricsConfig:
 
 
 def perf_options(config: Any) -> PerfMetricsOptions | None:
-    """What a run takes for a perf_config. Raises ConfigError: a function of the user's own, which has no spans here."""
+    """Returns what a run takes for a perf_config. Raises ConfigError: a function of the user's own, which has no spans
+    here.
+    """
     if not isinstance(config, PerfMetricsConfig):
         return config
     for name, function in vars(config).items():

@@ -40,7 +40,7 @@ class Role(str, Enum):  # noqa: UP042 - as whet.config.Role, whose members equal
 
 
 def check_meshes(role_to_mesh: Any) -> dict[Role, Any]:
-    """The mesh of each role that has one.
+    """Returns the mesh of each role that has one.
 
     Args: role_to_mesh: a mapping from roles, or their names, to meshes or None; None = no meshes.
     Raises: ConfigError: it is not a mapping, a role is unknown, a value is no mesh, or the processes can't be it.
@@ -92,7 +92,7 @@ def _check(name: str, mesh: Any) -> None:
 
 
 def _axis_sizes(mesh: Any) -> dict[str, int] | None:
-    """The size of each axis of a mesh; None = it is no mesh. An axis without a name counts as one of data.
+    """Returns the size of each axis of a mesh; None = it is no mesh. An axis without a name counts as one of data.
 
     >>> _axis_sizes(((2, 1), ("fsdp", "tp")))
     {'fsdp': 2, 'tp': 1}

@@ -69,11 +69,11 @@ class DataHooks:
     """
 
     def load_next_train_batch(self, train_ctx: Trainer) -> Any:
-        """The next TrainExample or TokenBatch."""
+        """Returns the next TrainExample or TokenBatch."""
         raise NotImplementedError
 
     def load_next_eval_batch(self, train_ctx: Trainer) -> Any:
-        """The next one to evaluate on."""
+        """Returns the next one to evaluate on."""
         raise NotImplementedError
 
 
@@ -155,14 +155,14 @@ class Trainer(RoleTrainer):
     # ---- training ------------------------------------------------------------------------------------------------
 
     def update(self, batch: TokenBatch, **options: Any) -> Metrics:
-        """One optimizer step on one mini-batch, as RoleTrainer's, between the hooks."""
+        """Returns one optimizer step on one mini-batch, as RoleTrainer's, between the hooks."""
         self.call_hook("on_train_step_start")
         metrics = super().update(batch, **options)
         self.call_hook("on_train_step_end", self.train_steps, metrics[f"{self.prefix}loss"].value)
         return metrics
 
     def evaluate_batch(self, batch: TokenBatch) -> Metrics:
-        """The loss and its metrics on a batch, as RoleTrainer's, between the hooks."""
+        """Returns the loss and its metrics on a batch, as RoleTrainer's, between the hooks."""
         self.call_hook("on_eval_step_start")
         metrics = super().evaluate_batch(batch)
         self.call_hook("on_eval_step_end", metrics[f"{self.prefix}loss"].value)
@@ -179,7 +179,7 @@ class Trainer(RoleTrainer):
         return self.train_steps * self.accumulate
 
     def restored_global_step(self) -> int:
-        """The step of the checkpoint from which a run continues; 0 = none."""
+        """Returns the step of the checkpoint from which a run continues; 0 = none."""
         return self._restored()
 
     def train(
@@ -207,7 +207,7 @@ class Trainer(RoleTrainer):
         return metrics
 
     def evaluate(self, batches: Iterable[Any]) -> Metrics:
-        """The loss and its metrics over a data set, or over the data hooks' batches, without an update."""
+        """Returns the loss and its metrics over a data set, or over the data hooks' batches, without an update."""
         return super().evaluate(list(self._source(batches, "load_next_eval_batch")))
 
     def _source(self, batches: Iterable[Any] | None, method: str) -> Iterable[Any]:
@@ -233,7 +233,7 @@ def _chunks(size: int, batches: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def _reduction_name(metric: str, how: Any) -> str | Sequence[str] | Mapping[str, str]:
-    """The name of the reduction that a function of numpy computes. Raises ConfigError: another function."""
+    """Returns the name of the reduction that a function of numpy computes. Raises ConfigError: another function."""
     if not callable(how):
         return how
     function = getattr(how, "__name__", "")

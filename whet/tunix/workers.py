@@ -38,7 +38,7 @@ _ROLES = ("critic", "reference", "reward")
 
 
 def inner_tokenizer(tokenizer: Any) -> Any:
-    """The tokenizer inside a TokenizerAdapter; any other as it is."""
+    """Returns the tokenizer inside a TokenizerAdapter; any other as it is."""
     return tokenizer.tokenizer if isinstance(tokenizer, TokenizerAdapter) else tokenizer
 
 
@@ -61,7 +61,7 @@ class Sampler(sampler.Sampler):
 
     @accepts_length_aliases("max_tokens")
     def sampling(self, **options: Any) -> Sampling:
-        """The checked sampling parameters of a call, as of whet.Sampler; max_generation_steps is max_tokens."""
+        """Returns the checked sampling parameters of a call, as of whet.Sampler; max_generation_steps is max_tokens."""
         return super().sampling(**options)
 
 
@@ -86,7 +86,7 @@ class VanillaRollout:
         self._sampler = Sampler(model, tokenizer, self._cache)
 
     def generate(self, prompts: Sequence[str], rollout_config: RolloutConfig, **options: Any) -> RolloutOutput:
-        """A completion of each prompt. Args: options: of Sampler's call, in place of the configuration's."""
+        """Returns a completion of each prompt. Args: options: of Sampler's call, in place of the configuration's."""
         c = rollout_config
         defaults = {
             "max_generation_steps": c.max_tokens_to_generate,
@@ -108,7 +108,7 @@ class VanillaRollout:
         )
 
     def get_per_token_logps(self, prompt_tokens: Any, completion_tokens: Any) -> Tensor:
-        """The log-probabilities of completions, temperature 1, without gradient: [B, C]."""
+        """Returns the log-probabilities of completions, temperature 1, without gradient: [B, C]."""
         logprobs = compute_per_token_logps(self.model(), prompt_tokens, completion_tokens, self.pad_id(), self.eos_id())
         assert isinstance(logprobs, Tensor)
         return logprobs
@@ -128,15 +128,15 @@ class VanillaRollout:
         previous.close()
 
     def pad_id(self) -> int:
-        """The padding id."""
+        """Returns the padding id."""
         return self._sampler.pad_id
 
     def eos_id(self) -> int:
-        """The id that ends a completion."""
+        """Returns the id that ends a completion."""
         return self._sampler.eos_ids[0]
 
     def model(self) -> nn.Module:
-        """The module."""
+        """Returns the module."""
         return self._sampler.loaded.module
 
 
@@ -155,7 +155,7 @@ class RolloutWorker:
     def generate(
         self, prompts: Sequence[str], rollout_config: RolloutConfig | None = None, **options: Any
     ) -> RolloutOutput:
-        """A completion of each prompt by the actor. Args: rollout_config: None = training's. options: of
+        """Returns a completion of each prompt by the actor. Args: rollout_config: None = training's. options: of
         RLCluster.generate, where there is no configuration.
         """
         cluster, c = self._cluster, rollout_config
@@ -172,7 +172,7 @@ class RolloutWorker:
         return rollout_output(groups, cluster.decode, cluster.pad_id, logprobs=c.return_logprobs)
 
     def get_per_token_logps(self, prompt_tokens: Any, completion_tokens: Any) -> Tensor:
-        """The log-probabilities under the policy that rolls out: [B, C], 0 at padding."""
+        """Returns the log-probabilities under the policy that rolls out: [B, C], 0 at padding."""
         return self._cluster.get_old_per_token_logps(prompt_tokens, completion_tokens)
 
     def update_params(self, params: Any, filter_types: Any = None) -> None:
@@ -180,15 +180,15 @@ class RolloutWorker:
         raise ConfigError("the rollout takes the actor's weights: train the actor, and call sync_weights()")
 
     def pad_id(self) -> int:
-        """The padding id."""
+        """Returns the padding id."""
         return self._cluster.pad_id
 
     def eos_id(self) -> int:
-        """The id that ends a completion."""
+        """Returns the id that ends a completion."""
         return self._cluster.eos_ids[0]
 
     def model(self) -> nn.Module:
-        """The actor's module."""
+        """Returns the actor's module."""
         return self._cluster.actor.loaded.module
 
 
@@ -205,18 +205,18 @@ class InferenceWorker:
         self._models = dict(models)
 
     def get_model(self, role: str) -> nn.Module:
-        """The model of a role. Raises ConfigError: there is none."""
+        """Returns the model of a role. Raises ConfigError: there is none."""
         if role not in self._models:
             known = ", ".join(self._models) or "none"
             raise ConfigError(f"the model of the role {role!r} is not available; there are: {known}")
         return self._models[role]
 
     def get_rewards(self, prompt_tokens: Any, completion_tokens: Any, pad_id: int, eos_id: int) -> Tensor:
-        """The reward model's score at each token: [B, T]."""
+        """Returns the reward model's score at each token: [B, T]."""
         return compute_score(self.get_model("reward"), prompt_tokens, completion_tokens, pad_id, eos_id)
 
     def get_values(self, prompt_tokens: Any, completion_tokens: Any, pad_id: int, eos_id: int) -> Tensor:
-        """The critic's score at each token: [B, T]."""
+        """Returns the critic's score at each token: [B, T]."""
         return compute_score(self.get_model("critic"), prompt_tokens, completion_tokens, pad_id, eos_id)
 
     compute_rewards, compute_values = get_rewards, get_values
@@ -224,7 +224,7 @@ class InferenceWorker:
     def get_ref_per_token_logps(
         self, prompt_tokens: Any, completion_tokens: Any, pad_id: int, eos_id: int, temperature: float = 1.0
     ) -> Tensor:
-        """The log-probabilities under the reference: [B, C]."""
+        """Returns the log-probabilities under the reference: [B, C]."""
         model = self.get_model("reference")
         logprobs = compute_per_token_logps(
             model, prompt_tokens, completion_tokens, pad_id, eos_id, temperature=temperature
@@ -246,11 +246,11 @@ class ClusterInference(InferenceWorker):
         self._cluster = cluster
 
     def get_rewards(self, prompt_tokens: Any, completion_tokens: Any, pad_id: int, eos_id: int) -> Tensor:
-        """The reward model's score of each row: [B]."""
+        """Returns the reward model's score of each row: [B]."""
         return self._cluster.get_rewards(prompt_tokens, completion_tokens, pad_id, eos_id)
 
     def get_values(self, prompt_tokens: Any, completion_tokens: Any, pad_id: int, eos_id: int) -> Tensor:
-        """The critic's values of the states before each completion token: [B, C], 0 at padding."""
+        """Returns the critic's values of the states before each completion token: [B, C], 0 at padding."""
         return self._cluster.get_values(prompt_tokens, completion_tokens, pad_id, eos_id)
 
     compute_rewards, compute_values = get_rewards, get_values
@@ -258,7 +258,7 @@ class ClusterInference(InferenceWorker):
     def get_ref_per_token_logps(
         self, prompt_tokens: Any, completion_tokens: Any, pad_id: int, eos_id: int, temperature: float | None = None
     ) -> Tensor:
-        """The log-probabilities under the reference, of the sampling distribution: [B, C]."""
+        """Returns the log-probabilities under the reference, of the sampling distribution: [B, C]."""
         return self._cluster.per_token_logps(
             Role.REFERENCE, prompt_tokens, completion_tokens, pad_id, eos_id, temperature=temperature
         )
@@ -271,7 +271,9 @@ class ClusterInference(InferenceWorker):
 
 
 def Tokenizer(tokenizer_type: str = "huggingface", tokenizer_path: str = "", **options: Any) -> Any:
-    """A tokenizer of transformers, from a folder or a hub name. Raises ConfigError: another type, or other options."""
+    """Returns a tokenizer of transformers, from a folder or a hub name. Raises ConfigError: another type, or other
+    options.
+    """
     if tokenizer_type != "huggingface":
         raise ConfigError(
             f"tokenizer_type {tokenizer_type!r}: tokenizers are transformers' own; give a folder with one"

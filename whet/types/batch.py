@@ -382,7 +382,7 @@ def _joined(arrays: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
 
 
 def _spans(starts: Tensor, lengths: Tensor) -> Tensor:
-    """The indices starts[i] .. starts[i] + lengths[i] - 1 of every i, end to end.
+    """Returns the indices starts[i] .. starts[i] + lengths[i] - 1 of every i, end to end.
 
     >>> _spans(torch.tensor([5, 0]), torch.tensor([2, 1]))
     tensor([5, 6, 0])

@@ -92,7 +92,7 @@ class Columns:
     """Float: loss_agg_mode as weights of tokens, computed once per optimizer step."""
 
     def column(self, name: str) -> Tensor | None:
-        """The column, or other input of a loss, of this name.
+        """Returns the column, or other input of a loss, of this name.
 
         Returns: [S ...] or [N ...]; None if the name is known and this batch does not have the column.
         Raises: DataError: the name is unknown; the message suggests the nearest known one.
@@ -106,7 +106,7 @@ class Columns:
         return getattr(self, name)
 
     def need(self, name: str) -> Tensor:
-        """The column of this name, which must be there.
+        """Returns the column of this name, which must be there.
 
         Raises: DataError: this batch does not have the column, or the name is unknown.
         """
@@ -122,16 +122,16 @@ class Columns:
 
     @classmethod
     def well_known(cls) -> list[str]:
-        """The names of the columns of the token axis that are declared here, sorted."""
+        """Returns the names of the columns of the token axis that are declared here, sorted."""
         declared = {n: c for base in reversed(cls.__mro__) for n, c in vars(base).items()}
         return sorted(name for name, c in declared.items() if isinstance(c, OptionalColumn | RequiredColumn))
 
     def _names(self) -> list[str]:
-        """The names that `column` knows."""
+        """Returns the names that `column` knows."""
         return sorted({*self.well_known(), *self.token_columns, *self.sequence_columns})
 
     def __getattr__(self, name: str) -> Any:
-        """A column that is not well known. Python calls this only if nothing else has the name."""
+        """Returns a column that is not well known. Python calls this only if nothing else has the name."""
         fields = vars(self)
         if not {"token_columns", "sequence_columns"} <= fields.keys():  # copy and pickle ask before any is set
             raise AttributeError(name)

@@ -18,7 +18,7 @@ __all__ = ["PhaseMemory", "empty_cache", "memory_metrics", "on_device", "peak_fl
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which a GPU is the current device, on which graphs, streams and new threads begin.
+    """Returns a context in which a GPU is the current device, on which graphs, streams and new threads begin.
 
     Args: device: any device; nothing changes for a CPU, or for "cuda" without a number.
 
@@ -95,7 +95,7 @@ class PhaseMemory:
             self._phases[name] = max(self._phases.get(name, 0), allocated)
 
     def pop_metrics(self) -> dict[str, float]:
-        """The peaks of each phase since the last call, and those since the process began."""
+        """Returns the peaks of each phase since the last call, and those since the process began."""
         self.change(())
         phases, self._phases = self._phases, {}
         return {
@@ -123,7 +123,7 @@ that fits counts."""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The FLOP/s of a device's dense bf16 matrix products; None = unknown.
+    """Returns the FLOP/s of a device's dense bf16 matrix products; None = unknown.
 
     >>> peak_flops(torch.device("cpu"))
     """
@@ -131,7 +131,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_of(name: str) -> float | None:
-    """The FLOP/s of the GPU of this name; None = unknown.
+    """Returns the FLOP/s of the GPU of this name; None = unknown.
 
     >>> peak_of("NVIDIA H100 80GB HBM3"), peak_of("NVIDIA A10G"), peak_of("Tesla T4")
     (989000000000000.0, None, None)

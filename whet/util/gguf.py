@@ -10,23 +10,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
-import logging
-import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
 from whet.errors import ConfigError, format_exception
+from whet.util.conversion_cache import convert_once
 from whet.util.garbage import pause_collector
 from whet.util.install import install_hint
 
 __all__ = ["convert_gguf", "gguf_file"]
-
-logger = logging.getLogger("whet")
 
 FORMAT = 1
 """Version of the converted folder; a part of the hash in its name."""
@@ -34,7 +29,7 @@ AGAIN = "download it again, or give the Hugging Face folder or name of the model
 
 
 def gguf_file(source: Path) -> Path | None:
-    """The GGUF file of a path: the file itself, or the only one in a folder without a Hugging Face model.
+    """Returns the GGUF file of a path: the file itself, or the only one in a folder without a Hugging Face model.
 
     Args: source: a path that exists.
     Returns: None if there is no GGUF file.
@@ -67,23 +62,8 @@ def convert_gguf(file: Path) -> str:
         raise ConfigError(f"{file} is a GGUF model, which needs the package gguf: {install_hint('gguf')}") from error
     _check_start(file)
     try:
-        folder = _cache_folder() / f"{file.stem}-{_digest(file)}"
-        if (folder / "config.json").is_file():
-            return str(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    except OSError as error:
-        raise ConfigError(f"can't convert {file}: {error}; set XDG_CACHE_HOME to a writable folder") from error
-    logger.info("converting %s once, to %s", file, folder)
-    try:
         with pause_collector():
-            _convert(file, temporary)
-        try:
-            temporary.rename(folder)
-        except OSError:  # another process was faster
-            if not (folder / "config.json").is_file():
-                raise
-        return str(folder)
+            return convert_once(file, f"gguf/{file.stem}-{_digest(file)}", lambda folder: _convert(file, folder))
     except ConfigError:
         raise
     except Exception as error:  # transformers' reader raises errors of any class
@@ -92,8 +72,6 @@ def convert_gguf(file: Path) -> str:
             f"transformers can't read {file}: {format_exception(error)}; {known}give the Hugging Face folder or name "
             "of the model instead"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _check_start(file: Path) -> None:
@@ -166,7 +144,7 @@ def _read_once(file: Path) -> Iterator[Any]:
 
 
 def _digest(file: Path) -> str:
-    """A digest of the file's size and of its first and last megabyte, which hold its metadata and weights."""
+    """Returns a digest of the file's size and of its first and last megabyte, which hold its metadata and weights."""
     size, part = file.stat().st_size, 1 << 20
     digest = hashlib.blake2b(f"{FORMAT} {size}".encode(), digest_size=8)
     with file.open("rb") as f:
@@ -176,14 +154,8 @@ def _digest(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _cache_folder() -> Path:
-    """whet/gguf/ in $XDG_CACHE_HOME, or in ~/.cache."""
-    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (root if root.is_absolute() else Path.home() / ".cache") / "whet" / "gguf"
-
-
 def _known_architectures() -> list[str]:
-    """The architectures whose GGUF files transformers reads."""
+    """Returns the architectures whose GGUF files transformers reads."""
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     return sorted({*GGUF_SUPPORTED_ARCHITECTURES} - {"general", "tokenizer"})

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def install_hint(extra: str = "", options: str = "") -> str:
-    """The command that installs whet with an extra, from the source of this installation.
+    """Returns the command that installs whet with an extra, from the source of this installation.
 
     A checkout is installed from its folder, a wheel or a commit from its URL, anything else from the index.
     Args: extra: an extra of pyproject.toml. options: further arguments of pip.
@@ -43,7 +43,7 @@ def install_hint(extra: str = "", options: str = "") -> str:
 
 
 def foreign_whet() -> str | None:
-    """The version of the other project's distribution `whet`; None = it is not installed.
+    """Returns the version of the other project's distribution `whet`; None = it is not installed.
 
     An installation from the time when this project had that name is recognised by its command.
     """
@@ -58,12 +58,12 @@ def foreign_whet() -> str | None:
 
 
 def is_checkout() -> bool:
-    """Whether the package is in a checkout of the repository."""
+    """Returns whether the package is in a checkout of the repository."""
     return (PACKAGE.parent / "pyproject.toml").is_file() and (PACKAGE.parent / "recipes").is_dir()
 
 
 def _source() -> str | None:
-    """The folder or the URL that whet was installed from; None = the index."""
+    """Returns the folder or the URL that whet was installed from; None = the index."""
     if is_checkout():
         return str(PACKAGE.parent)
     import json

@@ -17,7 +17,7 @@ class LevelFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The text of a record."""
+        """Returns the text of a record."""
         text = super().format(record)
         return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 

@@ -17,7 +17,7 @@ __all__ = ["peak_memory", "release_freed_memory"]
 
 
 def peak_memory() -> int:
-    """The most memory that this process has had since it began, in bytes: of the machine, not of a GPU.
+    """Returns the most memory that this process has had since it began, in bytes: of the machine, not of a GPU.
 
     Source: getrusage(2), ru_maxrss.
 
@@ -42,7 +42,7 @@ def release_freed_memory() -> bool:
 
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
-    """The function malloc_trim of glibc; None on other systems."""
+    """Returns the function malloc_trim of glibc; None on other systems."""
     if not sys.platform.startswith("linux"):
         return None
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from whet.errors import ConfigError, format_exception, format_value, nearest
 from whet.util.gguf import convert_gguf, gguf_file
 from whet.util.references import check_access
+from whet.util.sharded_weights import assemble_shards
 
 __all__ = [
     "check_hub",
@@ -36,7 +37,7 @@ UNUSED_FILES = ("*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pth", "*.tflite", "o
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """A hub name and its revision after "@": a branch, tag or commit; None = the main branch.
+    """Returns a hub name and its revision after "@": a branch, tag or commit; None = the main branch.
 
     >>> split_revision("Qwen/Qwen3-0.6B@v1.0"), split_revision("Qwen/Qwen3-0.6B")
     (('Qwen/Qwen3-0.6B', 'v1.0'), ('Qwen/Qwen3-0.6B', None))
@@ -46,7 +47,7 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 
 def model_folder(source: str | Path) -> str:
-    """The folder of a model or tokenizer, or a hub name.
+    """Returns the folder of a model or tokenizer, or a hub name.
 
     Args: source: a folder of a model; of a finished run (its final/ is taken); of a checkpoint step-... (its actor/);
         of several runs (the newest finished one); or a hub name. With a revision (name@v1) its files are downloaded.
@@ -83,11 +84,7 @@ def model_folder(source: str | Path) -> str:
         raise ConfigError(f"{name} is a file; give its folder")
     for place in (folder, folder / "actor"):
         if _is_model(place) and (place.parent / "shards").is_dir() and not any(place.glob("*.safetensors")):
-            raise ConfigError(
-                f"{place} is a part of a sharded checkpoint, whose weights are in {place.parent / 'shards'}; resume it "
-                "(trainer.resume=latest) and take final/ of the finished run, or save whole checkpoints "
-                "(trainer.checkpointing_options.sharded=false and enable_async_checkpointing=false)"
-            )
+            return assemble_shards(place)
     if any((folder / file).is_file() for file in MODEL_FILES):
         return str(folder)
     for part in (folder / "final", folder / "actor"):
@@ -127,7 +124,7 @@ def _snapshot(name: str, revision: str | None) -> str:
 
 
 def resolved_path_message(source: str, folder: str) -> str:
-    """The log message for a path that model_folder has resolved. Args: source: the path. folder: the result."""
+    """Returns the log message for a path that model_folder has resolved. Args: source: the path. folder: the result."""
     newer = []
     for run in reversed(find_runs(Path(source).expanduser())):
         if _is_model(run / "final"):
@@ -138,7 +135,7 @@ def resolved_path_message(source: str, folder: str) -> str:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The runs in a folder, the most recently written one last."""
+    """Returns the runs in a folder, the most recently written one last."""
     if _is_run(folder) or not folder.is_dir():
         return []
     runs = [folder / name for name in _list_names(folder) if (folder / name).is_dir() and _is_run(folder / name)]
@@ -147,7 +144,9 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def _newest_final(name: str, runs: Sequence[Path]) -> str:
-    """The final model of the newest finished run. Raises ConfigError: none has finished; it lists their checkpoints."""
+    """Returns the final model of the newest finished run. Raises ConfigError: none has finished; it lists their
+    checkpoints.
+    """
     finished = [run for run in runs if _is_model(run / "final")]
     if finished:
         return str(finished[-1] / "final")
@@ -204,12 +203,12 @@ def check_hub(name: str) -> None:
 
 
 def list_folders() -> list[str]:
-    """Names of the folders in the working folder, for messages; [] if it can't be read."""
+    """Returns names of the folders in the working folder, for messages; [] if it can't be read."""
     return [name for name in _list_names(Path()) if Path(name).is_dir()]
 
 
 def _list_names(folder: Path) -> list[str]:
-    """Names of the files and folders in a folder; [] if it can't be read."""
+    """Returns names of the files and folders in a folder; [] if it can't be read."""
     try:
         return [p.name for p in folder.iterdir()]
     except OSError:
@@ -217,7 +216,7 @@ def _list_names(folder: Path) -> list[str]:
 
 
 def hub_unreachable_reason(error: BaseException) -> str | None:
-    """Why the hub did not answer, from an error of its client; None = another kind of error.
+    """Returns why the hub did not answer, from an error of its client; None = another kind of error.
 
     >>> hub_unreachable_reason(ConnectionError("refused")), hub_unreachable_reason(KeyError())
     ('refused', None)
@@ -229,7 +228,7 @@ def hub_unreachable_reason(error: BaseException) -> str | None:
 
 
 def _class_names(error: BaseException | None) -> Iterator[str]:
-    """Names of the classes of an error and its causes, base classes included."""
+    """Yields names of the classes of an error and its causes, base classes included."""
     while error is not None:
         yield from (cls.__name__ for cls in type(error).__mro__)
         error = error.__cause__ or error.__context__

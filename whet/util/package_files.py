@@ -12,7 +12,7 @@ __all__ = ["copy_recipe", "list_pages", "list_recipes", "read_page", "recipe_pat
 
 
 def list_recipes() -> dict[str, str]:
-    """The recipes: name -> a line that describes it.
+    """Returns the recipes: name -> a line that describes it.
 
     >>> list_recipes()["demo"]
     'The demo: a 0.7 M-parameter model learns the order of operations by GRPO.'
@@ -22,7 +22,7 @@ def list_recipes() -> dict[str, str]:
 
 
 def recipe_path(name: str) -> Path:
-    """The file of a recipe. Args: name: with or without .yaml. Raises: ConfigError: an unknown recipe.
+    """Returns the file of a recipe. Args: name: with or without .yaml. Raises: ConfigError: an unknown recipe.
 
     >>> recipe_path("demo").name
     'demo.yaml'
@@ -56,7 +56,7 @@ def copy_recipe(name: str, folder: str | Path = ".") -> list[Path]:
 
 
 def list_pages() -> dict[str, str]:
-    """The pages of the documentation: name -> its title.
+    """Returns the pages of the documentation: name -> its title.
 
     >>> list_pages()["lora"]
     'LoRA and QLoRA'
@@ -66,7 +66,9 @@ def list_pages() -> dict[str, str]:
 
 
 def read_page(name: str) -> str:
-    """The text of a page, in Markdown. Args: name: with or without docs/ and .md. Raises: ConfigError: no such page."""
+    """Returns the text of a page, in Markdown. Args: name: with or without docs/ and .md. Raises: ConfigError: no such
+    page.
+    """
     path = _folder("docs") / f"{name.removeprefix('docs/').removesuffix('.md')}.md"
     if not path.is_file():
         raise lookup_error("page", name, list_pages())

@@ -31,7 +31,7 @@ def check_access(path: Path) -> None:
 
 
 def is_ref(text: str) -> bool:
-    """Whether a text has the form of a reference: "package.module:name" or "file.py:name".
+    """Returns whether a text has the form of a reference: "package.module:name" or "file.py:name".
 
     >>> is_ref("rewards.py:score"), is_ref("my.rewards:score"), is_ref("openai/gsm8k"), is_ref("exact_match")
     (True, True, False, False)
@@ -43,7 +43,7 @@ def is_ref(text: str) -> bool:
 
 
 def resolve_ref(text: str, kind: str) -> Any:
-    """The object of a reference.
+    """Returns the object of a reference.
 
     The working folder (for a file: the file's folder) is appended to sys.path, so its modules are found, and the user's
     own imports work. A file is run only once.
@@ -74,7 +74,7 @@ def resolve_ref(text: str, kind: str) -> Any:
 
 
 def resolve_name(value: Any, known: Mapping[str, Any], kind: str, hint: Callable[[str], str] | None = None) -> Any:
-    """The function or class of a name or a reference; a callable is returned unchanged.
+    """Returns the function or class of a name or a reference; a callable is returned unchanged.
 
     Args:
         value: a name in known, "package.module:name", "file.py:name", or a callable.
@@ -106,7 +106,7 @@ def resolve_name(value: Any, known: Mapping[str, Any], kind: str, hint: Callable
 
 
 def resolve_module(location: str, kind: str) -> ModuleType:
-    """The module of a file ("folder/file.py") or of a name ("package.module"), found as resolve_ref finds it.
+    """Returns the module of a file ("folder/file.py") or of a name ("package.module"), found as resolve_ref finds it.
 
     Args: location: the file or the name. kind: what is looked for, for messages.
     Raises: ConfigError: no such file or module (with the nearest), or the user's code raised.
@@ -120,12 +120,12 @@ def resolve_module(location: str, kind: str) -> ModuleType:
 
 
 def _import(location: str, text: str, kind: str) -> ModuleType:
-    """The module of a file or of a dotted name. Args: text: the reference, for messages."""
+    """Returns the module of a file or of a dotted name. Args: text: the reference, for messages."""
     return _import_file(Path(location), text, kind) if location.endswith(".py") else _import_name(location, text, kind)
 
 
 def resolve_callable(text: str, kind: str) -> Any:
-    """The function or class of a reference.
+    """Returns the function or class of a reference.
 
     Args: as in resolve_ref. Raises: ConfigError: as resolve_ref, or the object can't be called.
 
@@ -141,7 +141,7 @@ def resolve_callable(text: str, kind: str) -> Any:
 
 
 def _import_file(path: Path, text: str, kind: str) -> ModuleType:
-    """The module of a file, which is run on first use."""
+    """Returns the module of a file, which is run on first use."""
     try:
         path = path.expanduser()
         check_access(path)
@@ -174,7 +174,7 @@ def _import_file(path: Path, text: str, kind: str) -> ModuleType:
 
 
 def _import_name(module: str, text: str, kind: str) -> ModuleType:
-    """The module of a dotted name."""
+    """Returns the module of a dotted name."""
     _make_importable(Path.cwd())
     importlib.invalidate_caches()
     try:

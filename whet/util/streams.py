@@ -44,7 +44,7 @@ class _SharedStream(io.TextIOWrapper):
 
 @contextmanager
 def ignore_write_errors(*names: str) -> Iterator[None]:
-    """A context in which write errors of standard streams are ignored.
+    """Returns a context in which write errors of standard streams are ignored.
 
     Args: names: "stdout", "stderr". A stream that is not a file (in a test, in a notebook) is not changed.
     """
@@ -100,7 +100,7 @@ class Stderr:
             self._current().flush()
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Returns whether it is a terminal."""
         with suppress(OSError, ValueError):
             return self._current().isatty()
         return False
@@ -130,7 +130,7 @@ def open_descriptors() -> None:
 
 
 def has_no_reader(stream: Any) -> bool:
-    """Whether a stream is a pipe without a reader."""
+    """Returns whether a stream is a pipe without a reader."""
     try:
         number = stream.fileno()
     except (AttributeError, OSError, ValueError):

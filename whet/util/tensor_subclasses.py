@@ -11,7 +11,7 @@ __all__ = ["copy_full_tensor", "gather_full_tensor", "is_sharded", "is_wrapper_s
 
 
 def is_wrapper_subclass(tensor: Any) -> TypeGuard[Any]:
-    """Whether a tensor is a wrapper subclass, with `__tensor_flatten__` and `__tensor_unflatten__`.
+    """Returns whether a tensor is a wrapper subclass, with `__tensor_flatten__` and `__tensor_unflatten__`.
 
     torch's own function for this is private.
 
@@ -24,7 +24,7 @@ def is_wrapper_subclass(tensor: Any) -> TypeGuard[Any]:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor.
+    """Returns whether a tensor is a DTensor.
 
     >>> is_sharded(torch.ones(2))
     False
@@ -54,7 +54,7 @@ def copy_full_tensor(target: Tensor, source: Tensor) -> None:
 
 
 def shard_like(target: Tensor, source: Tensor) -> Tensor:
-    """A full tensor, sharded like `target`; unchanged if `target` is not a DTensor."""
+    """Shards a full tensor as `target` is sharded. If `target` is not a DTensor, returns the tensor unchanged."""
     if not is_sharded(target):
         return source
     from torch.distributed.tensor import distribute_tensor  # imported only where processes share a model

@@ -16,7 +16,7 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 
 
 def tensor_sums(tensor: Tensor) -> bytes:
-    """The sums of a tensor's blocks, and the bytes after its last full word; equal on every device.
+    """Returns the sums of a tensor's blocks, and the bytes after its last full word; equal on every device.
 
     For each block x of 2**16 words of 8 bytes it has Σ_i x_i w_i mod 2**64 with odd w_i, so a changed word always
     changes it. Its speed is limited by memory bandwidth. It does not protect against values that were constructed to

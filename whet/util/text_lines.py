@@ -68,7 +68,7 @@ def join_fields(fields: list[str], width: int = WIDTH) -> str:
 
 
 def shorten_middle(text: str, most: int) -> str:
-    """Replaces the middle of a long text by its length.
+    """Replaces the middle of a long text by the number of characters left out.
 
     >>> shorten_middle("abcdefghij", 6), shorten_middle("abc", 6)
     ('abc [4 characters] hij', 'abc')

@@ -45,12 +45,12 @@ def to_device(tensors: Sequence[Tensor], device: torch.device | str) -> list[Ten
 
 
 def _starts(tensors: Sequence[Tensor]) -> list[int]:
-    """Where each tensor begins in a buffer of bytes, and the size of the buffer."""
+    """Returns where each tensor begins in a buffer of bytes, and the size of the buffer."""
     return list(itertools.accumulate((-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors), initial=0))
 
 
 def _pack(tensors: Sequence[Tensor], *, pinned: bool) -> Tensor:
-    """A buffer of bytes on the host with the content of tensors of the host."""
+    """Returns a buffer of bytes on the host with the content of tensors of the host."""
     *starts, size = _starts(tensors)
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     for start, x in zip(starts, tensors, strict=True):
@@ -59,13 +59,13 @@ def _pack(tensors: Sequence[Tensor], *, pinned: bool) -> Tensor:
 
 
 def _unpack(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of a packed buffer, with the shapes and dtypes of the tensors that were packed."""
+    """Returns the parts of a packed buffer, with the shapes and dtypes of the tensors that were packed."""
     *starts, _ = _starts(like)
     return [_part(buffer, start, x) for start, x in zip(starts, like, strict=True)]
 
 
 def _part(buffer: Tensor, start: int, like: Tensor) -> Tensor:
-    """The part of a buffer of bytes that holds a tensor of this shape and dtype."""
+    """Returns the part of a buffer of bytes that holds a tensor of this shape and dtype."""
     return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 

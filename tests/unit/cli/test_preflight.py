@@ -124,7 +124,7 @@ def test_a_folder_that_holds_a_run_and_a_checkpoint_that_is_none_are_found_befor
     other = tmp_path / "other" / "run"
     check_run(load_run([*words, f"trainer.run_dir={other}"]))
     assert not other.parent.exists()
-    below = tmp_path / "metrics.jsonl" / "run"  # which is no folder
+    below = tmp_path / "metrics.jsonl" / "run"  # which is not a folder
     with pytest.raises(ConfigError) as error:
         check_run(load_run([*words, f"trainer.run_dir={below}", f"trainer.checkpoint_root_directory={below}"]))
     said = [line.partition(" can't be written")[0] for line in findings(error)]

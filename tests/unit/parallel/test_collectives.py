@@ -98,16 +98,22 @@ def test_a_pass_gathers_each_layer_twice_and_an_update_reduces_it_once(processes
     assert counts(sample) == ({} if SIZE == replicas else {"allgather_base": LAYERS + 1})
 
 
-def test_tensor_parallelism_sums_the_results_of_a_layer_twice_forward_and_five_times_backward(processes):
-    """Forward after attention and MLP; backward the gradients of the inputs of q, k, v, gate and up."""
+def test_tensor_parallelism_sums_twice_a_layer_forward_and_twice_backward(processes):
+    """Forward after attention and MLP; backward the gradients of what q, k and v read, and of what gate and up read.
+
+    Each process has the logits of half the targets: their statistics and the gradient of the last states are summed.
+    """
     worker = make(1, 1, tensor=2)
     batch = weighted(worker, *((5 + i % 3, (20 + i,)) for i in range(9)))
     passes = len(worker.placement.split_passes(worker.micro_batches(batch, None)))
     assert passes > 1
     sent = counts(lambda: worker.forward_backward(batch, loss))
     assert sent == {"allgather_base": passes * (2 * LAYERS + 1), "reduce_scatter_base": LAYERS + 1,
-                    "all_reduce": passes * LAYERS * 7}  # fmt: skip
-    assert counts(worker.optim_step) == {"allreduce": 1}  # of the gradients of all norms of q and k
+                    "allreduce": passes * (LAYERS * 4 + 2)}  # fmt: skip
+    assert counts(worker.optim_step) == {"allreduce": 1}  # of the gradients of all norms of q and k, and of the head
+    micro = worker.micro_batches(batch, None)[0]
+    part, size = worker.placement.split_tokens(micro), len(micro.targets)
+    assert len(part.hidden_index) == len(part.targets) == -(-size // 2) and part.input_ids is micro.input_ids
 
 
 def test_gradients_may_be_reduced_in_each_pass(processes):

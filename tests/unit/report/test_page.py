@@ -1,6 +1,7 @@
 """The page in a headless Chromium: every tab, filter and key does what it says, and nothing is logged as an error."""
 
 import json
+import math
 import random
 import shutil
 import threading
@@ -53,6 +54,7 @@ def report(tmp_path_factory):
             messages = [{"role": role, "content": content} for role, content in turns]
             texts[4] = json.dumps([messages[0] | {"tool_calls": [call]}, *messages[1:]])
             texts[5] = '[{"role": 1}]'
+            texts[6] = json.dumps([{"role": "user", "content": f"turn {k}, " + "word " * 200} for k in range(60)])
             write_completions(
                 folder / name / "completions" / f"{file}.parquet",
                 step=step,
@@ -188,6 +190,37 @@ def test_smoothing_and_axis_redraw_the_curves(page):
     assert "60k" in page.locator(".plot svg").first.text_content()
 
 
+def test_a_curve_can_be_made_large_and_a_part_of_it_and_of_the_runs_be_shown_alone(page):
+    page.click("button:text-is('reward')")
+    large = page.locator(".plot.large svg")
+    assert large.bounding_box()["width"] > 1000 and page.evaluate("document.activeElement.textContent") == "reward"
+    page.keyboard.press("Enter")
+    assert large.count() == 0
+    box = page.locator(".plot svg").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 30)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + 30)
+    page.mouse.up()
+    fields = [page.input_value(f"input[aria-label='{end} on the horizontal axis']") for end in ("from", "to")]
+    assert 150 < int(fields[0]) < 250 and 400 < int(fields[1]) < 500
+    assert page.locator(".plot svg").first.text_content().endswith(fields[1])
+    page.select_option(".bar select", "tokens")
+    assert page.input_value("input[aria-label='to on the horizontal axis']") == ""
+    paths = page.locator(".plot").first.locator("path.smooth")
+    linear = paths.first.get_attribute("d")
+    assert paths.count() == 2
+    page.click("button[aria-label='run b']")
+    assert paths.count() == 1 and page.evaluate("document.activeElement.textContent") == "b"
+    assert page.locator(".tile b").first.inner_text() == "a"
+    page.click("button[aria-label='run a']")
+    assert paths.count() == 1  # one stays
+    page.click("button[aria-label='run b']")
+    entropy = page.locator(".plot", has_text="entropy").locator("svg")
+    page.check("input[aria-label='logarithmic']")
+    assert paths.first.get_attribute("d") == linear  # some rewards are below 0
+    assert {"1", "0.1", "0.01"} <= set(entropy.locator("text").all_text_contents())
+
+
 def test_filters_and_orders_of_completions(page):
     page.goto(page.url.partition("#")[0] + "#completions/0-train-000600")
     page.wait_for_selector(".group")
@@ -225,6 +258,14 @@ def test_filters_and_orders_of_completions(page):
     assert page.is_disabled("button[aria-label='previous step']")
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_are_put_in_order_without_a_function(page, sign):
+    values = [0.5, -0.25, None, -0.0, 0, 1e-5, -3, 0.5, 12345, -12345, -12346, 0.99999, 1, None, -0.25]
+    found = page.evaluate("([v, sign]) => [...inOrder(Float64Array.from(v, x => x ?? NaN), sign)]", [values, sign])
+    key = lambda i: math.inf if values[i] is None else sign * values[i]
+    assert found == sorted(range(len(values)), key=key)  # equal ones in their order
+
+
 def test_tokens_are_coloured_by_what_is_asked_for(page):
     page.goto(page.url.partition("#")[0] + "#completions/1-train-000600")
     page.wait_for_selector(".group")
@@ -248,7 +289,7 @@ def test_long_lists_and_long_texts_are_drawn_in_parts(page):
     page.goto(page.url.partition("#")[0] + "#completions/0-train-000600")
     page.wait_for_selector(".group")
     assert page.locator(".group").count() < GROUPS
-    page.locator(".text button.more").click()
+    page.locator(".text button.more").first.click()
     length = "document.querySelectorAll('.text')[3].textContent.length"
     assert page.evaluate(length) > 4000
     page.fill("input[aria-label='part of the completion']", "3")
@@ -286,6 +327,17 @@ def test_a_transcript_is_shown_by_its_messages_where_tokens_have_no_colour(page)
     shown = ['assistant Let me see.\nadd({"a":1})', "tool <b>2</b>", 'user {"k":1}\nand']
     assert message.all_inner_texts() == shown
     assert page.locator(".item").nth(5).locator(".message").count() == 0  # no roles
+    long, message = page.locator(".item").nth(6), page.locator(".item").nth(6).locator(".message")
+    message.first.wait_for()
+    assert message.count() == 20 and not long.locator("input").count()  # 20,000 characters of 60,000, and no parts
+    long.locator(".text").evaluate("node => { node.scrollTop = node.scrollHeight }")
+    message.nth(39).wait_for()
+    assert message.count() == 40 and message.nth(39).inner_text().startswith("user turn 39, word")
+    page.fill("input[aria-label='find text']", "turn 57")
+    count(page, "1 of 160 completions")
+    assert page.inner_text(".message >> nth=0").startswith("user turn 57,")
+    page.click("text=from the beginning")
+    assert page.inner_text(".message >> nth=0").startswith("user turn 0,")
 
 
 def test_missing_data_are_named(browser, report, tmp_path):
@@ -340,10 +392,12 @@ def test_the_live_page_draws_new_rows(browser, tmp_path):
         page = browser.new_page()
         page.goto(f"http://127.0.0.1:{server.server_address[1]}/")
         assert page.inner_text(".tile b >> nth=0") == "2"
+        page.focus("button[aria-label='reward, large']")
         metrics.write_text(row(1) + row(2) + row(3))
         page.wait_for_selector(".tile b:text-is('3')")
         metrics.write_text(row(1))  # resumed from its first step
         page.wait_for_selector(".tile b:text-is('1')")
         assert page.inner_text("#live") == "live"
+        assert page.evaluate("document.activeElement.textContent") == "reward"
         server.shutdown()
         page.close()

@@ -1,11 +1,14 @@
 """The report: what it takes from a run folder, and what it leaves out."""
 
+import ast
+import base64
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from whet.cli import main
@@ -59,14 +62,20 @@ def received(path):
     """The key and the value of a script of the report."""
     text = path.read_text().strip()
     assert text.startswith("whet.receive(") and text.endswith(")")
-    key, value = json.JSONDecoder().raw_decode(text[13:])
-    return key, json.loads(text[13 + value + 1 : -1])
+    key, value = ast.literal_eval(text.removeprefix("whet.receive"))
+    return key, [json.loads(line) for line in value.split("\n")] if "." in key else json.loads(value)
+
+
+def column(text, kind="<f8"):
+    """A column of the index; None where there is no number."""
+    return [None if math.isnan(value) else value for value in np.frombuffer(base64.b64decode(text), kind).tolist()]
 
 
 def scripts_of(path, decode=None):
     """The index, and all segments, of a file of completions."""
-    found = {key: json.loads(text) for key, text in step_scripts(path, decode and TokenTexts(decode))}
-    index = found.pop("")
+    found = dict(step_scripts(path, decode and TokenTexts(decode)))
+    index = json.loads(found.pop(""))
+    found = {key: [json.loads(line) for line in text.split("\n")] for key, text in found.items()}
     starts = [0]
     for part in found.values():
         starts.append(starts[-1] + len(part))
@@ -94,7 +103,8 @@ def test_a_report_has_the_metrics_settings_and_completions_of_a_run(run, tmp_pat
     assert data["completions"][2]["se"] == 0.25  # prompts' means 0.5 and 1.0
     key, found = received(tmp_path / "out/data/0-train-000002.js")
     assert key == "0-train-000002" and found["functions"] == ["exact"]
-    assert found["r"] == [1.0, 0.0, None, 1.0] and found["sizes"] == [2, 2] and found["f"] == [[1.0, 0.0, None, 1.0]]
+    assert column(found["r"]) == [1.0, 0.0, None, 1.0] and found["sizes"] == [2, 2] and found["f"] == [found["r"]]
+    assert column(found["n"], "<i4") == [2, 1, 2, 1] and column(found["end"], "u1") == [0] * 4
     key, segments = received(tmp_path / "out/data/0-train-000002.0.js")
     assert key == "0-train-000002.0" and [s.get("prompt", s.get("t")) for s in segments][:3] == ["p0", "Hi", "!"]
 
@@ -155,7 +165,7 @@ def test_a_long_completion_is_cut_between_tokens_and_its_parts_add_up(tmp_path):
         assert index["segments"] == [1, count, 1, 1] and count >= len(columns["completion"][1]) / (SEGMENT + 1)
         own = segments[2 : 2 + count]
         assert len(index["parts"]) > 1 and "".join(s["t"] for s in own) == columns["completion"][1]
-        assert max(len(s["t"]) for s in own) <= SEGMENT + 1 and index["n"] == [1, len(long), 1, 0]
+        assert max(len(s["t"]) for s in own) <= SEGMENT + 1 and column(index["n"], "<i4") == [1, len(long), 1, 0]
         if decode is not None:
             assert all(sum(s["len"]) == len(s["t"]) and len(s["len"]) == len(s["lp"]) for s in own)
             assert [p for s in own for p in s["lp"]] == [k % 9 for k in range(len(long))]
@@ -215,7 +225,7 @@ def test_the_command(run, tmp_path, capsys, monkeypatch):
     assert main(["report", "a", str(run)]) == 2 and "named twice" in capsys.readouterr().err
     for words, message in (
         ([], "no run; write whet report runs/a"),
-        (["b"], "b is no folder"),
+        (["b"], "b is not a folder"),
         (["a/completions"], "no metrics.jsonl with rows"),
         (["a", "max_mb=0"], "max_mb=0: expected megabytes above 0"),
         (["a", "runs=b"], "both name runs"),
@@ -226,5 +236,5 @@ def test_the_command(run, tmp_path, capsys, monkeypatch):
 
 
 def test_a_missing_run_is_a_config_error(tmp_path):
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         run_data(tmp_path / "none")

@@ -1,24 +1,30 @@
 """Sharded checkpoints of one process; those of several are compared in equivalence/test_torchrun.py."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import tiny_model
+from safetensors.torch import load_file
 
 from whet.config import CheckpointingOptions, OptimConfig, Role
-from whet.data.tokenizer import byte_tokenizer
-from whet.errors import CheckpointError
+from whet.config.lora import LoraConfig
+from whet.data.tokenizer import byte_tokenizer, load_tokenizer
+from whet.errors import CheckpointError, ConfigError
 from whet.models.load import load_model
+from whet.models.lora import ADAPTER_WEIGHTS, add_adapter, save_adapter
 from whet.ops import nll
 from whet.parallel import shards
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import ModelWorker
+from whet.util.model_paths import model_folder
 
 STATE = {"step": 1, "tokens": 0, "inputs": {}, "observers": {}, "random": {}, "settings": {}, "stream": {}}
 
 
-def checkpoints(root, seed=0, dtype=None, **options):
-    worker = ModelWorker(load_model(tiny_model(seed)), optim=OptimConfig(lr=0.1), dtype=dtype)
+def checkpoints(root, seed=0, dtype=None, model=None, **options):
+    worker = ModelWorker(load_model(model or tiny_model(seed)), optim=OptimConfig(lr=0.1), dtype=dtype)
     options = CheckpointingOptions(**(options or {"enable_async_checkpointing": True}))
     made = Checkpoints(root, {Role.ACTOR: RoleTrainer(worker, loss=nll)}, options=options)
     made.open()
@@ -54,6 +60,30 @@ def test_an_asynchronous_save_has_the_state_of_its_step(tmp_path, dtype):
     assert other.updates == 1 and all(
         torch.equal(p, other.optim.masters[n].to(p)) for n, p in other.optim.params.items()
     )
+
+
+def test_a_model_is_loaded_from_a_sharded_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    worker, made = checkpoints(tmp_path / "c", dtype=torch.bfloat16, sharded=True)
+    update(worker)
+    folder = made.save(1, STATE, tokenizer=byte_tokenizer(), keep=None)
+    read = load_model(folder).module
+    assert all(torch.equal(p.float(), worker.optim.masters[n].to(p).float()) for n, p in read.named_parameters())
+    assert load_tokenizer(folder)("hi").input_ids == byte_tokenizer()("hi").input_ids
+    assert model_folder(folder) == model_folder(folder / "actor") != str(folder / "actor")
+    adapted = tiny_model()
+    add_adapter(adapted, LoraConfig(r=2))
+    worker, made = checkpoints(tmp_path / "a", model=adapted, sharded=True)
+    update(worker)
+    saved = load_file(Path(model_folder(made.save(1, STATE, tokenizer=byte_tokenizer(), keep=None))) / ADAPTER_WEIGHTS)
+    (tmp_path / "whole").mkdir()
+    save_adapter(adapted, tmp_path / "whole", worker.optim.masters)
+    whole = load_file(tmp_path / "whole" / ADAPTER_WEIGHTS)
+    assert saved.keys() == whole.keys() and all(torch.equal(saved[n], whole[n]) for n in whole)
+    (folder / "sums.json").write_text("{}")  # another checkpoint, as far as the cache can tell
+    next((folder / "shards").iterdir()).write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"can't read the weights in .*shards: .*; take another checkpoint"):
+        model_folder(folder)
 
 
 @pytest.mark.parametrize("options", [{"sharded": True}, {"enable_async_checkpointing": True}])

@@ -12,7 +12,7 @@ __all__ = ["EntropyFields"]
 
 @config
 class EntropyFields(AlgorithmConfig):
-    """The entropy bonus, which keeps the policy from becoming too certain."""
+    """The entropy bonus. It keeps the policy from becoming too certain."""
 
     entropy_coef: Float = 0.0
     """c, the weight of the entropy bonus of each token; 0.0 = no bonus."""

@@ -28,13 +28,15 @@ _KL = ("kl_clamp_value", "kl_loss_mode", "use_bias_correction_kl")
 
 
 def changed_fields(config: Any, *names: str) -> dict[str, Any]:
-    """The named fields of a configuration that differ from the default of its class."""
+    """Returns the named fields of a configuration that differ from the default of its class."""
     defaults = {f.name: f.default for f in fields(config) if f.name in names}
     return {name: getattr(config, name) for name, default in defaults.items() if getattr(config, name) != default}
 
 
 def user_functions(config: Any) -> Iterator[tuple[str, Any]]:
-    """The (field, function or reference) pairs that are the user's own functions and not names that whet knows."""
+    """Yields the (field, function or reference) pairs that are the user's own functions and not names that whet
+    knows.
+    """
     for name in (f.name for f in fields(config) if f.name in type(config).CHOICES):
         value = getattr(config, name)
         for function in value if isinstance(value, tuple) else (value,):
@@ -43,7 +45,7 @@ def user_functions(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def unread_fields(config: Any, read: Collection[str] = ()) -> dict[str, str]:
-    """The fields of a configuration that have no effect, each with the choice or switch that would give it one.
+    """Returns the fields of a configuration that have no effect, each with the choice or switch that would give it one.
 
     Args: config: a PolicyConfig or PreferenceConfig. read: the fields that the user's own functions read.
 
@@ -99,6 +101,6 @@ def check_fields_read(config: Any, read: Collection[str] | None = None) -> None:
 
 
 def _chosen(config: Any, choice: str) -> tuple[Any, ...]:
-    """The values of a field that chooses functions by name."""
+    """Returns the values of a field that chooses functions by name."""
     value = getattr(config, choice, None)
     return value if isinstance(value, tuple) else () if value is None else (value,)

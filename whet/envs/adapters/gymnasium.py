@@ -60,7 +60,7 @@ class Gymnasium:
         return self._describe(observation, info)
 
     def get_reward(self) -> float:
-        """The sum of the rewards."""
+        """Returns the sum of the rewards."""
         return self.total
 
     def close(self) -> None:
@@ -68,11 +68,11 @@ class Gymnasium:
         self._env.close()
 
     def _describe(self, observation: Any, info: Mapping[str, Any]) -> str:
-        """An observation as a text. Args: info: as `reset` or `step` returned it."""
+        """Returns an observation as a text. Args: info: as `reset` or `step` returned it."""
         return str(observation)
 
     def _parse(self, text: str) -> Any:
-        """The action of a turn; None = it has none."""
+        """Returns the action of a turn; None = it has none."""
         space = self._env.action_space
         if not hasattr(space, "n"):
             return text.strip()

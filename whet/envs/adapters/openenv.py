@@ -51,7 +51,7 @@ class OpenEnv:
         return self._take(self._client.step(self._parse(str(message["content"]))))
 
     def get_reward(self) -> float:
-        """The sum of the rewards."""
+        """Returns the sum of the rewards."""
         return self.total
 
     def close(self) -> None:
@@ -64,11 +64,11 @@ class OpenEnv:
         return self._describe(result.observation)
 
     def _describe(self, observation: Mapping[str, Any]) -> str:
-        """An observation as a text."""
+        """Returns an observation as a text."""
         if self.observation_field is not None:
             return str(observation[self.observation_field])
         return json.dumps(observation, ensure_ascii=False, default=str)
 
     def _parse(self, text: str) -> Mapping[str, Any]:
-        """The action of a turn."""
+        """Returns the action of a turn."""
         return {self.action_field: text}

@@ -29,7 +29,7 @@ STEPS = ("step", "env_step")
 
 
 def step_environment(function: Callable[..., Any]) -> type:
-    """A class of environments from a function step(state, action, extra_info) or env_step(sample).
+    """Returns a class of environments from a function step(state, action, extra_info) or env_step(sample).
 
     The state is the text of the conversation: a plain prompt, or the contents of its messages, and what follows. The
     reward is the sum of the steps' rewards.
@@ -75,7 +75,7 @@ def step_environment(function: Callable[..., Any]) -> type:
             return after[len(before) :]
 
         def get_reward(self) -> float:
-            """The sum of the rewards."""
+            """Returns the sum of the rewards."""
             return self.total
 
     Steps.__name__ = function.__name__

@@ -61,15 +61,15 @@ class TextArena:
         return "" if self.done else self._observe()
 
     def get_reward(self) -> float:
-        """The reward of player 0; 0 for a game that has not ended."""
+        """Returns the reward of player 0; 0 for a game that has not ended."""
         return self.reward
 
     def _play(self, player: int, observation: str) -> str:
-        """The action of another player. Args: observation: what is new to it."""
+        """Returns the action of another player. Args: observation: what is new to it."""
         raise NotImplementedError
 
     def _observe(self) -> str:
-        """What is new to player 0, once it is its turn."""
+        """Returns what is new to player 0, once it is its turn."""
         player, messages = self._env.get_observation()
         while player != 0 and not self.done:
             self._move(self._play(player, self._text(player, messages)))
@@ -83,7 +83,7 @@ class TextArena:
             self.reward = float((rewards or {}).get(0, 0.0))
 
     def _text(self, player: int, messages: Any) -> str:
-        """The messages of others and of the game; the player's own actions are left out."""
+        """Returns the messages of others and of the game; the player's own actions are left out."""
         names = self._env.state.role_mapping
         return "\n".join(
             text if sender == self._game else f"[{names.get(sender, f'Player {sender}')}] {text}"

@@ -1,29 +1,43 @@
 // ---- the completions of a step ---------------------------------------------------------------------------------------
 // Of a step the page has an index: the numbers of all completions. Texts come in segments of at most some 20,000
-// characters, and these in parts, which are loaded when they are drawn or searched: report/completions.py.
+// characters, and these in parts, which are loaded when they are drawn or searched: report/completions.py. A part is lines
+// of JSON. What is in sight is drawn first, and the rest when the reader comes near it.
 
-const FIRST_ITEMS = 24; // completions that are drawn at once
+const ITEM_WIDTH = 236; // least pixels of a completion, as in page.css
+const FIRST_GROUPS = 2, MORE_GROUPS = 8; // groups that are drawn at once
 const FIRST_TEXT = 2000; // characters of a completion that are drawn at once
+const LONG_TEXT = 20000; // of a prompt or a message
+const TRANSCRIPT = 100; // segments of a transcript that is read whole and shown by its messages
 const LISTS = ["len", "lp", "ratio", "ent", "adv", "vs"]; // of a segment, a value for each token
 
 const loaded = key => new Promise((then, failed) => whet.load(key, then, () => failed(new Error(`data/${key}.js is missing`))));
 
 class Step {
   constructor(key, index) {
-    Object.assign(this, index, { key, count: index.n.length, items: [0], prompts: [], first: new Int32Array(index.n.length + 1), search: null });
-    let segment = 0, i = 0;
-    for (const size of index.sizes) { // items: the first completion of each group; first: the first segment of each
-      this.prompts.push(segment++);
-      for (const end = i + size; i < end; i++) {
+    const doubles = text => new Float64Array(bytesOf(text)), n = new Int32Array(bytesOf(index.n)), size = index.sizes.length;
+    Object.assign(this, index, { n, r: doubles(index.r), a: doubles(index.a), f: index.f.map(doubles), end: new Uint8Array(bytesOf(index.end)) });
+    Object.assign(this, { key, count: n.length, search: null, orders: {}, prompts: new Int32Array(size), items: new Int32Array(size + 1), groupOf: new Int32Array(n.length), first: new Int32Array(n.length + 1) });
+    for (let g = 0, i = 0, segment = 0; g < size; g++) { // items: the first completion of each group; first: the first segment of each completion
+      this.prompts[g] = segment++;
+      for (const end = i + this.sizes[g]; i < end; i++) {
         this.first[i] = segment;
-        segment += index.segments ? index.segments[i] : 1;
+        this.groupOf[i] = g;
+        segment += this.numSegments(i);
       }
-      this.items.push(i);
+      this.items[g + 1] = i;
     }
-    this.total = segment;
   }
-  groupOf(i) { return lastAtMost(this.items, i, this.sizes.length); }
   numSegments(i) { return this.segments ? this.segments[i] : 1; }
+  order(sort) { // the groups in their order, and the completions of each group in theirs, at the places of the group
+    if (sort in this.orders) return this.orders[sort];
+    const { items, groupOf, count } = this, size = this.sizes.length, sign = sort === "worst" ? 1 : -1;
+    if (sort === "row") return this.orders.row = { groups: upTo(size), items: upTo(count) };
+    const keys = new Float64Array(size), next = items.slice(), sorted = new Int32Array(count);
+    for (let g = 0; g < size; g++) keys[g] = keyOf(this, g, sort);
+    const all = inOrder(sort === "long" ? this.n : this.r, sign);
+    for (let k = 0; k < count; k++) sorted[next[groupOf[all[k]]]++] = all[k];
+    return this.orders[sort] = { groups: inOrder(keys, sign), items: sorted };
+  }
   async segmentsOf(numbers) { // the segments with these numbers, by number
     const found = new Map(), parts = new Map();
     for (const n of numbers) {
@@ -32,9 +46,13 @@ class Step {
     }
     await Promise.all([...parts].map(async ([p, wanted]) => {
       const part = await loaded(`${this.key}.${p}`);
-      for (const n of wanted) found.set(n, part[n - this.parts[p]]);
+      for (const n of wanted) found.set(n, JSON.parse(part[n - this.parts[p]]));
     }));
     return found;
+  }
+  async textOf(i) {
+    const all = Array.from({ length: this.numSegments(i) }, (_, k) => this.first[i] + k), found = await this.segmentsOf(all);
+    return all.map(number => found.get(number).t).join("");
   }
   async whole(i) { // a completion with all its segments, as it is saved
     const found = { r: this.r[i], f: this.f.map(f => f[i]), a: this.a[i], end: this.ends[this.end[i]], n: this.n[i], text: "", tokens: "" };
@@ -55,8 +73,8 @@ class Step {
       progress(p, this.parts.length);
       const part = await loaded(`${this.key}.${p}`);
       if (this.search !== search) return null;
-      for (const [k, segment] of part.entries()) {
-        const number = start + k;
+      for (const [k, line] of part.entries()) {
+        const number = start + k, segment = JSON.parse(line);
         if (number === this.prompts[group + 1]) {
           group++;
           inPrompt = segment.prompt.toLowerCase().includes(text);
@@ -83,6 +101,24 @@ function lastAtMost(list, value, count) { // the place of the last of the first 
   return low;
 }
 
+const bytesOf = text => Uint8Array.fromBase64 ? Uint8Array.fromBase64(text).buffer : Uint8Array.from(atob(text), c => c.charCodeAt(0)).buffer;
+
+function upTo(count) { // 0, 1 ... count - 1
+  const places = new Int32Array(count);
+  for (let i = 0; i < count; i++) places[i] = i;
+  return places;
+}
+
+function inOrder(values, sign) { // the places of numbers, the least sign * number first and NaN last
+  const places = upTo(values.length), keys = new Float64Array(values.length), words = new Int32Array(keys.buffer);
+  for (const i of places) {
+    keys[i] = Number.isNaN(values[i]) ? Number.MAX_VALUE : sign * values[i] + 0;
+    words[2 * i] = keys[i] < 0 ? ~i : i; // the place, in the bits beyond the sixth digit: numbers alone sort ten times as fast
+  }
+  keys.sort();
+  return places.map(k => keys[k] < 0 ? ~words[2 * k] : words[2 * k]);
+}
+
 async function stepOf(key) {
   const index = await loaded(key);
   return whet.steps[key] = whet.steps[key] || new Step(key, index);
@@ -96,7 +132,7 @@ function completionsTab() {
   const part = el("section"), files = whet.runs.flatMap((run, i) => run.completions.map(f => ({ ...f, run, i })));
   if (!files.length) return el("p", { class: "dim", text: "The run folder has no completions." });
   let at = files.findIndex(f => f.key === whet.view.file);
-  if (at < 0) at = files.findLastIndex ? files.findLastIndex(f => f.mode === "train") : files.length - 1;
+  if (at < 0) at = files.findLastIndex(f => f.mode === "train" && f.i === files[0].i); // of the run in front
   if (at < 0) at = files.length - 1;
   const file = files[at], list = el("div"), count = el("span", { class: "dim count", role: "status" });
   const ends = el("select", { "aria-label": "finish reason", onchange: () => filter("end")(ends.value) });
@@ -150,21 +186,15 @@ function fitting(step, search) { // the groups with the completions that fit the
   const v = whet.view, bound = (text, none) => text === "" ? none : Number(text);
   const low = bound(v.low, -Infinity), high = bound(v.high, Infinity), any = v.low === "" && v.high === "";
   const short = bound(v.short, -Infinity), long = bound(v.long, Infinity), end = step.ends.indexOf(v.end);
-  const { r, n } = step, groups = [];
-  for (let g = 0; g < step.sizes.length; g++) {
+  const { r, n } = step, order = step.order(v.sort), groups = [];
+  for (const g of order.groups) {
     const items = [];
-    for (let i = step.items[g]; i < step.items[g + 1]; i++) {
-      if ((r[i] === null ? any : r[i] >= low && r[i] <= high) && n[i] >= short && n[i] <= long && (end < 0 || step.end[i] === end) && (!search || search.hits[i])) items.push(i);
+    for (let k = step.items[g]; k < step.items[g + 1]; k++) {
+      const i = order.items[k];
+      if ((any || r[i] >= low && r[i] <= high) && n[i] >= short && n[i] <= long && (end < 0 || step.end[i] === end) && (!search || search.hits[i])) items.push(i);
     }
-    if (items.length) groups.push({ g, items });
-  }
-  if (v.sort === "row") return groups;
-  const signs = { best: -1, worst: 1, spread: -1, long: -1 }, keys = new Map(groups.map(({ g }) => [g, keyOf(step, g, v.sort)]));
-  groups.sort((a, b) => { const [x, y] = [keys.get(a.g), keys.get(b.g)]; return Number.isNaN(x) ? 1 : Number.isNaN(y) ? -1 : signs[v.sort] * (x - y); });
-  const of = v.sort === "long" ? n : r, sign = v.sort === "worst" ? 1 : -1;
-  for (const { items } of groups) {
-    items.sort((a, b) => sign * (of[a] - of[b]));
     if (v.sort === "spread" && items.length > 2) items.splice(1, 0, items.pop()); // the best beside the worst
+    if (items.length) groups.push({ g, items });
   }
   return groups;
 }
@@ -173,7 +203,7 @@ function keyOf(step, g, sort) { // of a group: the mean reward, its range, or th
   let sum = 0, count = 0, least = Infinity, most = -Infinity, longest = 0;
   for (let i = step.items[g]; i < step.items[g + 1]; i++) {
     longest = Math.max(longest, step.n[i]);
-    if (step.r[i] === null) continue;
+    if (Number.isNaN(step.r[i])) continue;
     sum += step.r[i];
     count++;
     least = Math.min(least, step.r[i]);
@@ -183,35 +213,33 @@ function keyOf(step, g, sort) { // of a group: the mean reward, its range, or th
 }
 
 async function drawGroups(list, count, step, file, search) {
-  const mine = list.drawing, target = whet.view.target;
+  const mine = list.drawing, target = whet.view.target, across = Math.ceil(innerWidth / ITEM_WIDTH);
   let groups = fitting(step, search);
   if (window.Highlight) CSS.highlights.delete("found");
   count.textContent = `${groups.reduce((a, g) => a + g.items.length, 0)} of ${step.count} completions`;
   if (!groups.length) return list.replaceChildren(el("p", { class: "dim", text: "No completion fits these filters." }));
   if (target) {
     const linked = step.items[target[0]] + target[1], own = groups.filter(g => g.g === target[0]);
-    for (const g of own) if (g.items.indexOf(linked) >= FIRST_ITEMS) g.items.unshift(...g.items.splice(g.items.indexOf(linked), 1));
+    for (const g of own) if (g.items.indexOf(linked) >= across) g.items.unshift(...g.items.splice(g.items.indexOf(linked), 1));
     groups = [...own, ...groups.filter(g => g.g !== target[0])];
   }
   let next = 0;
   const more = el("button", { class: "more", text: "show more" });
   const add = async () => {
-    const batch = [];
-    for (let items = 0; next < groups.length && items < FIRST_ITEMS; next++) {
-      batch.push(groups[next]);
-      items += groups[next].items.length;
-    }
-    const found = await step.segmentsOf(batch.flatMap(g => [step.prompts[g.g], ...g.items.slice(0, FIRST_ITEMS).flatMap(i => startOf(step, i, search))]));
+    const batch = groups.slice(next, next += next ? MORE_GROUPS : FIRST_GROUPS);
+    const found = await step.segmentsOf(batch.flatMap(g => [step.prompts[g.g], ...g.items.slice(0, across).flatMap(i => startOf(step, i, search))]));
     if (list.drawing !== mine) return;
     if (!more.isConnected) list.replaceChildren(more);
-    for (const g of batch) list.insertBefore(groupCard(g, found, { step, file, search }), more);
+    for (const g of batch) list.insertBefore(groupCard(g, found, { step, file, search, across }), more);
     watcher.disconnect();
-    if (next >= groups.length) more.remove(); else watcher.observe(more); // anew: it may be in sight still
+    if (next >= groups.length) more.remove(); else whenIdle(() => watcher.observe(more)); // anew: it may be in sight still
   };
   const watcher = new IntersectionObserver(entries => entries.some(e => e.isIntersecting) && (watcher.disconnect(), add()), { rootMargin: "600px" });
   more.onclick = () => { watcher.disconnect(); add(); };
   await add();
 }
+
+const whenIdle = window.requestIdleCallback || setTimeout; // after what is in sight is drawn
 
 function startOf(step, i, search) { // the segments that a completion's card needs: its first one, and the one with the text
   const at = search && search.at.get(i);
@@ -219,25 +247,24 @@ function startOf(step, i, search) { // the segments that a completion's card nee
 }
 
 function groupCard({ g, items }, found, context) {
-  const { step } = context, prompt = found.get(step.prompts[g]).prompt, size = step.sizes[g], mean = keyOf(step, g, "best");
-  const text = el("div", { class: "prompt", tabindex: 0, role: "region", "aria-label": "prompt", text: prompt.slice(0, 10 * FIRST_TEXT) });
-  if (prompt.length > 10 * FIRST_TEXT) text.append(el("button", { class: "more", text: `show all ${short(prompt.length)} characters`, onclick: () => { text.textContent = prompt; } }));
+  const { step, across } = context, prompt = found.get(step.prompts[g]).prompt, size = step.sizes[g], mean = keyOf(step, g, "best");
+  const text = longText(el("div", { class: "prompt", tabindex: 0, role: "region", "aria-label": "prompt" }), prompt);
   const head = el("header", {}, el("b", { text: `row ${step.rows[g]}` }), el("span", { class: "dim num", text: `  ${size} completion${size > 1 ? "s" : ""}, mean reward ${short(mean)}` }), text);
-  const row = el("div", { class: "items" }, ...items.slice(0, FIRST_ITEMS).map(i => itemCard(i, g, found, context)));
-  if (items.length > FIRST_ITEMS) row.append(moreItems(items, FIRST_ITEMS, g, context));
+  const row = el("div", { class: "items" }, ...items.slice(0, across).map(i => itemCard(i, g, found, context)));
+  if (items.length > across) row.append(moreItems(row, items, across, g, context));
   return el("article", { class: "group" }, head, row);
 }
 
-function moreItems(items, from, g, context) { // of a group with many completions, the next ones
-  const { step, search } = context, button = el("button", { class: "more", text: `${items.length - from} more` });
+function moreItems(row, items, from, g, context) { // of a group with many completions, the next ones
+  const { step, search, across } = context, button = el("button", { class: "more", text: `${items.length - from} more` });
   const add = async () => {
     watcher.disconnect();
-    const some = items.slice(from, from + FIRST_ITEMS), found = await step.segmentsOf(some.flatMap(i => startOf(step, i, search)));
+    const some = items.slice(from, from + across), found = await step.segmentsOf(some.flatMap(i => startOf(step, i, search)));
     if (!button.isConnected) return;
-    button.replaceWith(...some.map(i => itemCard(i, g, found, context)), ...(from + FIRST_ITEMS < items.length ? [moreItems(items, from + FIRST_ITEMS, g, context)] : []));
+    button.replaceWith(...some.map(i => itemCard(i, g, found, context)), ...(from + across < items.length ? [moreItems(row, items, from + across, g, context)] : []));
   };
-  const watcher = new IntersectionObserver(entries => entries.some(e => e.isIntersecting) && add());
-  watcher.observe(button);
+  const watcher = new IntersectionObserver(entries => entries.some(e => e.isIntersecting) && add(), { root: row, rootMargin: "0px 600px" });
+  whenIdle(() => watcher.observe(button));
   button.onclick = add;
   return button;
 }
@@ -252,13 +279,14 @@ function itemCard(i, g, found, { step, file, search }) {
   const body = el("div", { class: "text", tabindex: 0, role: "region", "aria-label": "completion" });
   const reader = { body, step, i, v: item.v, search };
   startText(reader, found);
+  reader.pager = pager(reader);
   const episode = item.info ? el("details", {}, el("summary", { class: "dim", text: "episode" })) : null;
   if (episode) episode.ontoggle = () => episode.children.length < 2 && episode.append(el("pre", { class: "scroll", text: JSON.stringify(item.info, null, 1) }));
   const box = el("div", { class: linked ? "item linked" : "item" },
     el("header", {},
-      el("b", { text: `reward ${reward === null ? "none" : short(reward)}` }),
-      advantage === null ? null : el("span", { class: sign, text: `advantage ${advantage > 0 ? "+" : ""}${short(advantage)}` }),
-      el("span", { class: "dim", text: `${step.n[i]} tokens` }),
+      el("b", { text: `reward ${Number.isNaN(reward) ? "none" : short(reward)}` }),
+      Number.isNaN(advantage) ? null : el("span", { class: sign, text: `advantage ${advantage > 0 ? "+" : ""}${short(advantage)}` }),
+      el("span", { class: "dim", text: `${step.n[i]} token${step.n[i] === 1 ? "" : "s"}` }),
       end === "stop" ? null : el("span", { class: "bad", text: `ended by ${end}` }),
       item.s && Object.keys(item.s).length > 1 ? el("span", { class: "dim", title: "seconds that the episode waited for each", text: Object.entries(item.s).map(([name, s]) => `${name} ${seconds(s)}`).join(", ") }) : null,
       functions ? el("span", { class: "dim", text: functions }) : null),
@@ -268,7 +296,7 @@ function itemCard(i, g, found, { step, file, search }) {
     el("footer", {},
       el("button", { text: "link", title: "put the address of this completion into the address bar", onclick: () => { history.replaceState(null, "", "#" + ["completions", file.key, g, k].join("/")); if (navigator.clipboard) navigator.clipboard.writeText(location.href).catch(() => {}); } }),
       el("button", { text: "save", title: "save this completion as JSON", onclick: async () => save(`${file.key}-${g}-${k}.json`, { run: file.run.path, mode: file.mode, step: file.step, row: step.rows[g], prompt: (await step.segmentsOf([step.prompts[g]])).get(step.prompts[g]).prompt, functions: step.functions, ...await step.whole(i) }) }),
-      pager(reader)));
+      reader.pager));
   if (linked) requestAnimationFrame(() => box.scrollIntoView({ block: "center" }));
   return box;
 }
@@ -278,7 +306,7 @@ function itemCard(i, g, found, { step, file, search }) {
 function pager(reader) { // of a completion of several segments: which one is in front
   const { step, i } = reader, count = step.numSegments(i);
   if (count < 2) return null;
-  const input = el("input", { type: "number", min: 1, max: count, value: reader.number - step.first[i] + 1, "aria-label": "part of the completion" });
+  const input = el("input", { type: "number", min: 1, max: count, value: (reader.number ?? step.first[i]) - step.first[i] + 1, "aria-label": "part of the completion" });
   input.onchange = async () => {
     const number = step.first[i] + Math.min(Math.max(Math.round(Number(input.value)) || 1, 1), count) - 1;
     const found = await step.segmentsOf([number]);
@@ -289,7 +317,21 @@ function pager(reader) { // of a completion of several segments: which one is in
   return el("label", { class: "dim" }, "part ", input, ` of ${count}`);
 }
 
-function startText(reader, found) { // from the first segment, or a little before the text that was searched for
+function startText(reader, found) { // a transcript by its messages where tokens are not coloured, else the text
+  const { step, i } = reader, segment = found.get(step.first[i]), count = step.numSegments(i);
+  const fill = text => {
+    const messages = messagesOf(text);
+    if (!messages) return startPlain(reader, found);
+    if (reader.pager) reader.pager.remove();
+    const sought = reader.search && reader.search.at.has(i) ? messages.findIndex(box => box.textContent.toLowerCase().includes(reader.search.text)) : 0;
+    fillMessages(reader, messages, Math.max(0, sought));
+  };
+  if (segment.len && whet.view.colour !== "none" || !segment.t.startsWith('[{"') || count > TRANSCRIPT) startPlain(reader, found);
+  else if (count === 1) fill(segment.t);
+  else step.textOf(i).then(fill);
+}
+
+function startPlain(reader, found) { // from the first segment, or a little before the text that was searched for
   const { body, step, i, search } = reader, at = search && search.at.get(i), first = step.first[i];
   if (!at || at[0] === first && at[1] < FIRST_TEXT / 2) return fillText(reader, first, found.get(first), 0);
   const back = el("button", { class: "more", text: "from the beginning" });
@@ -303,27 +345,49 @@ function fillText(reader, number, segment, from) { // the next FIRST_TEXT charac
   const text = tokens && segment.k !== undefined ? segment.k : segment.t;
   let until = Math.min(text.length, from + FIRST_TEXT);
   reader.number = number;
-  const messages = !tokens && from === 0 && step.numSegments(i) === 1 && messagesOf(text);
-  if (messages) body.append(...messages.map(messageBox));
-  else if (tokens) until = fillTokens(reader, segment, text, from, until); else body.append(text.slice(from, until));
-  const next = messages ? null : until < text.length ? [number, until] : number + 1 < step.first[i] + step.numSegments(i) ? [number + 1, 0] : null;
+  if (tokens) until = fillTokens(reader, segment, text, from, until); else body.append(text.slice(from, until));
+  const next = until < text.length ? [number, until] : number + 1 < step.first[i] + step.numSegments(i) ? [number + 1, 0] : null;
   if (next) body.append(moreText(reader, ...next, text.length - until));
   if (reader.search) markFound(body, reader.search.text);
 }
 
-function messagesOf(text) { // of a transcript that is stored as JSON; null if it is another text
-  if (!text.startsWith('[{"')) return null;
+function messagesOf(text) { // of a transcript that is stored as JSON, a box each; null if it is another text
   try {
     const found = JSON.parse(text);
-    return found.every(message => typeof message.role === "string") ? found : null;
+    return found.every(message => typeof message.role === "string") ? found.map(messageBox) : null;
   } catch { return null; }
+}
+
+function fillMessages(reader, boxes, from) { // the next ones, of LONG_TEXT characters together
+  const { body, search } = reader;
+  if (from > 0 && !body.children.length) body.append(el("button", { class: "more", text: "from the beginning", onclick: () => { body.replaceChildren(); fillMessages(reader, boxes, 0); } }));
+  let next = from;
+  for (let size = 0; next < boxes.length && size < LONG_TEXT; next++) {
+    size += boxes[next].textContent.length;
+    body.append(boxes[next]);
+  }
+  if (next < boxes.length) body.append(whenSeen(el("button", { class: "more", text: `show more (${boxes.length - next} messages)` }), body, button => { button.remove(); fillMessages(reader, boxes, next); }));
+  if (search) markFound(body, search.text);
+}
+
+function longText(node, text) { // its beginning, and the rest on request
+  node.append(text.slice(0, LONG_TEXT));
+  if (text.length > LONG_TEXT) node.append(el("button", { class: "more", text: `show all ${short(text.length)} characters`, onclick: () => { node.textContent = text; } }));
+  return node;
+}
+
+function whenSeen(button, body, add) { // a button that adds what follows in a text: clicked, or come to in reading
+  const watcher = new IntersectionObserver(entries => entries.some(e => e.isIntersecting) && body.scrollTop > 0 && button.onclick(), { root: body });
+  button.onclick = () => { watcher.disconnect(); add(button); };
+  watcher.observe(button);
+  return button;
 }
 
 function messageBox({ role, content, tool_calls: calls }) {
   const plain = value => typeof value === "string" ? value : JSON.stringify(value);
   const parts = (Array.isArray(content) ? content : [content ?? ""]).map(part => part.text ?? plain(part));
   const called = (calls || []).map(({ function: f, ...rest }) => f ? `${f.name}(${plain(f.arguments)})` : plain(rest));
-  return el("div", { class: role === "assistant" ? "message" : "message given" }, el("b", { text: `${role} ` }), parts.join("\n"), ...called.map(text => el("div", { class: "call", text })));
+  return el("div", { class: role === "assistant" ? "message" : "message given" }, el("b", { text: `${role} ` }), longText(el("span"), parts.join("\n")), ...called.map(text => el("div", { class: "call", text })));
 }
 
 function fillTokens({ body, step, i, v }, segment, text, from, until) { // returns where it ends
@@ -354,17 +418,12 @@ function fillTokens({ body, step, i, v }, segment, text, from, until) { // retur
 function moreText(reader, number, from, rest) {
   const { step, i, body } = reader, left = step.first[i] + step.numSegments(i) - 1 - number;
   const button = el("button", { class: "more", text: `show more (${rest > 0 ? `${short(rest)} characters` : ""}${rest > 0 && left > 0 ? " and " : ""}${left > 0 ? `${left} part${left > 1 ? "s" : ""}` : ""})` });
-  const add = async () => {
-    watcher.disconnect();
+  return whenSeen(button, body, async () => {
     const found = await step.segmentsOf([number]);
     if (!button.isConnected) return;
     button.remove();
     fillText(reader, number, found.get(number), from);
-  };
-  const watcher = new IntersectionObserver(entries => entries.some(e => e.isIntersecting) && body.scrollTop > 0 && add(), { root: body });
-  watcher.observe(button);
-  button.onclick = add;
-  return button;
+  });
 }
 
 function markFound(body, text) { // marks a text that was searched for, across tokens, without changing them
@@ -401,7 +460,7 @@ function legendOf(colour) {
 const at = (list, i) => list && list[i] !== null ? list[i] : undefined; // a number of a token, if it is known
 
 function tokenColour(segment, t, by, advantage) { // "" = none
-  if (by === "advantage") return signed((at(segment.adv, t) ?? advantage ?? 0) / 3);
+  if (by === "advantage") return signed(((at(segment.adv, t) ?? advantage) || 0) / 3);
   if (by === "ratio") return signed((at(segment.ratio, t) ?? 0) / 100 / .3); // full at a ratio of 1.35, or its inverse
   if (by === "entropy") return tinted("110,90,220", Math.min(.7, .35 * Math.sqrt((at(segment.ent, t) ?? 0) / 100)));
   return tinted("224,96,60", .8 * (1 - Math.exp(-segment.lp[t] / 100)));

@@ -40,7 +40,7 @@ ONE_CAPTURE = threading.Lock()
 
 
 def padded_rows(count: int, max_rows: int) -> int:
-    """Rows of a step with `count` live rows: a power of two up to 16, then a multiple of 16.
+    """Returns rows of a step with `count` live rows: a power of two up to 16, then a multiple of 16.
 
     Args: count: live rows. max_rows: the result is never above it.
     Returns: count or a little more.
@@ -67,7 +67,7 @@ class FixedTensors:
         """Counts the changes of addresses."""
 
     def keep(self, key: Hashable, value: Tensor) -> Tensor:
-        """The tensor of this key, with this content."""
+        """Returns the tensor of this key, with this content."""
         old = self._kept.get(key)
         if old is None or old.shape != value.shape or old.dtype != value.dtype or old.device != value.device:
             self._kept[key] = value
@@ -169,7 +169,9 @@ class StepGraphs:
 
 
 def _first(error: BaseException, handled: BaseException | None) -> BaseException:
-    """The first error behind this one, raised by torch when a capture ends. Args: handled: before, by a caller."""
+    """Returns the first error behind this one, raised by torch when a capture ends. Args: handled: before, by a
+    caller.
+    """
     while error.__context__ is not None and error.__context__ is not handled:
         error = error.__context__
     return error

@@ -119,7 +119,7 @@ class EmbeddedEngine:
     def from_config(
         cls, config: RolloutConfig, model: LoadedModel, *, decode: Decode, grammars: Grammars | None = None, **_: Any
     ) -> Self:
-        """The engine of a rollout configuration. Args: as make_engine's."""
+        """Returns the engine of a rollout configuration. Args: as make_engine's."""
         return cls(
             model,
             decode=decode,
@@ -155,7 +155,7 @@ class EmbeddedEngine:
         )
 
     def _plan(self, sampling: Sampling) -> int:
-        """The index of a Sampling's plan; Samplings that differ only in max_tokens are drawn together."""
+        """Returns the index of a Sampling's plan; Samplings that differ only in max_tokens are drawn together."""
         sampling = replace(sampling, max_tokens=1)
         if sampling not in self._plan_of:
             self._plans.append(make_plan(sampling))
@@ -181,7 +181,7 @@ class EmbeddedEngine:
         return out
 
     def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
-        """All tokens drawn so far, without computing.
+        """Returns all tokens drawn so far, without computing.
 
         Args: ids: of requests; those that are not in flight are ignored.
         Returns: partial outputs by id; `step(timeout_s=0.0)` draws a few more tokens.
@@ -283,7 +283,7 @@ class EmbeddedEngine:
         return runner.decode(steps, rows.num_drawn.copy(), int(rows.lengths.max()), allowed)
 
     def _allowed(self, rows: Sequence[tuple[InFlightRequest, Prefix]]) -> Tensor | None:
-        """Which tokens the constraints allow next, uint8 [n, W]; None where no row has a constraint."""
+        """Returns which tokens the constraints allow next, uint8 [n, W]; None where no row has a constraint."""
         matchers = [flight.matcher for flight, _ in rows] if self._grammars else []
         return self._grammars.rows(matchers) if self._grammars and any(matchers) else None
 
@@ -361,11 +361,13 @@ class EmbeddedEngine:
     # ---- memory --------------------------------------------------------------------------------------------------
 
     def _slots_in_use(self) -> dict[int, int]:
-        """Rows in use of the prompts' stores, by bucket."""
+        """Returns rows in use of the prompts' stores, by bucket."""
         return Counter(p.bucket for p in self._prefixes.values())
 
     def _conversation_budget(self, tokens: int) -> int | None:
-        """Tokens of earlier turns that may be held, new ones included; None = no bound. Frees what is not in use."""
+        """Returns tokens of earlier turns that may be held, new ones included; None = no bound. Frees what is not in
+        use.
+        """
         bound, longest = self._scheduler.kv_cache_tokens, self._rows.max_new
         if bound is None:
             return None
@@ -423,7 +425,7 @@ class EmbeddedEngine:
     # ---- what it reports -----------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """Its state now, and its counts since construction."""
+        """Returns its state now, and its counts since construction."""
         scheduler = self._scheduler
         return replace(
             self._totals,

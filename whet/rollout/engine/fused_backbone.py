@@ -97,7 +97,7 @@ class _Block:
         return self.down(self.act(gate).mul_(up)).add_(h)
 
     def native(self) -> NativeLayer:
-        """The layer's current parts for the native kernels."""
+        """Returns the layer's current parts for the native kernels."""
         norms = self.qk_norms
         folded = self.qkv.gain is not None
         return NativeLayer(
@@ -166,7 +166,8 @@ class FusedBackbone:
 
     @classmethod
     def from_model(cls, loaded: LoadedModel, *, native: bool) -> FusedBackbone | Unavailable:
-        """The fused backbone of a model, compared with the model; or the reason why the model itself has to run.
+        """Returns the fused backbone of a model, compared with the model; or the reason why the model itself has to
+        run.
 
         Args: loaded: a packable model. native: whether to decode with whet's own kernels and packed weights.
         Returns: the backbone, or the reason.
@@ -233,7 +234,7 @@ class FusedBackbone:
         return torch.cat(steps)
 
     def _fitting_kernels(self) -> DecodeKernels | Unavailable:
-        """The native kernels, or why they can't run this model."""
+        """Returns the native kernels, or why they can't run this model."""
         weight, first = self._backbone.embed_tokens.weight, self._blocks[0]
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
             return Unavailable(f"none for {weight.dtype} on {weight.device.type}")
@@ -270,7 +271,7 @@ class FusedBackbone:
             self.epoch += 1
 
     def products(self) -> Iterator[PackedLinear]:
-        """All products."""
+        """Yields all products."""
         for b in self._blocks:
             yield from (b.qkv, b.out, b.gate_up, b.down)
 
@@ -291,7 +292,9 @@ class FusedBackbone:
 
 
 def _known_children(module: nn.Module, known: set[str], optional: set[str] = frozenset()) -> dict[str, Any]:  # pyright: ignore
-    """The children of a module. Raises _UnfitError: others than the known ones, or a linear one that is not plain."""
+    """Returns the children of a module. Raises _UnfitError: others than the known ones, or a linear one that is not
+    plain.
+    """
     parts = dict(module.named_children())
     if wrong := (set(parts) - optional) ^ known:
         raise _UnfitError(f"its {type(module).__name__} differs in {', '.join(sorted(wrong))}")
@@ -304,7 +307,7 @@ def _known_children(module: nn.Module, known: set[str], optional: set[str] = fro
 def _make_block(
     number: int, layer: nn.Module, options: dict[str, Any], *, size: int, kernels: DecodeKernels | None
 ) -> _Block:
-    """The block of one layer. Raises _UnfitError: the layer has another structure."""
+    """Returns the block of one layer. Raises _UnfitError: the layer has another structure."""
     parts = _known_children(layer, BLOCK)
     attention = _known_children(parts["self_attn"], ATTENTION_PARTS, ATTENTION_NORMS)
     mlp = _known_children(parts["mlp"], MLP_PARTS)
@@ -335,13 +338,13 @@ def _make_block(
 
 
 def _max_difference(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference; infinite for NaN and for different shapes."""
+    """Returns the largest difference; infinite for NaN and for different shapes."""
     off = (actual.double() - expected.double()).abs().max().item() if actual.shape == expected.shape else float("inf")
     return float("inf") if off != off else off
 
 
 def _probe_layout(kind: type, device: torch.device) -> Any:
-    """A layout of one short prompt, with its own store."""
+    """Returns a layout of one short prompt, with its own store."""
     store = KVStore(rows=1, length=PROBE_LENGTH)
     span = PrefillSpan(count=1, start=0, length=PROBE_LENGTH, store=store, slot=0)
     return kind([span], span.positions[None].to(device))

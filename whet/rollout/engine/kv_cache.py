@@ -81,7 +81,7 @@ class KVStore:
         self.epoch += 1
 
     def layer(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The buffers [R K L D] of a layer, made to the shape of its first keys and values.
+        """Returns the buffers [R K L D] of a layer, made to the shape of its first keys and values.
 
         Args: layer: its index. k, v: [*, K, *, D], read only for heads, head size, dtype and device.
         Returns: (keys, values).

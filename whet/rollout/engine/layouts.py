@@ -77,7 +77,7 @@ def _scores_and_softmax(
 
 
 def mask_bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias of scores: 0 where a key is visible, MASK_VALUE (or the dtype's minimum) where it is hidden."""
+    """Returns the bias of scores: 0 where a key is visible, MASK_VALUE (or the dtype's minimum) where it is hidden."""
     value = max(MASK_VALUE, torch.finfo(dtype).min)
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, value)
 
@@ -209,7 +209,7 @@ class DecodeLayout(Layout):
         row_index: Tensor,
         lengths: Tensor,
     ) -> _PromptBucket:
-        """The tables of one store's prompts.
+        """Returns the tables of one store's prompts.
 
         Args: rows [m, G]: that read them. plens [m]: tokens of the prompts. row_index, lengths: both on the device.
         """
@@ -230,7 +230,7 @@ class DecodeLayout(Layout):
         )
 
     def _keep(self, key: tuple[str, *tuple[int, ...]], value: Tensor) -> Tensor:
-        """The value, which is on the device; for steps of fixed shape at its fixed address."""
+        """Returns the value, which is on the device; for steps of fixed shape at its fixed address."""
         return value if self.fixed is None else self.fixed.keep(key, value)
 
     def begin(self, position: Tensor, drawn: Tensor, *, longest: int, furthest: int, equal: bool) -> None:

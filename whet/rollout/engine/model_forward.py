@@ -150,12 +150,12 @@ class FusedForward:
 
 
 def _device(loaded: LoadedModel) -> torch.device:
-    """The device of a model."""
+    """Returns the device of a model."""
     return next(loaded.module.parameters()).device
 
 
 def make_forward(loaded: LoadedModel, *, fast: bool, native: bool) -> ModuleForward | FusedForward:
-    """The fastest exact way from ids to logits.
+    """Returns the fastest exact way from ids to logits.
 
     Args: loaded: a packable model. fast: False = the module itself. native: False = only torch's kernels.
     Returns: the forward; its `backends` say why it was chosen.

@@ -156,7 +156,7 @@ class NativeLayout(Layout):
         return workspace
 
     def table(self, number: int, layer: NativeLayer, like: Tensor) -> LayerTable:
-        """The addresses of a layer's keys, values and weights.
+        """Returns the addresses of a layer's keys, values and weights.
 
         Args: number: of the layer. layer: its parts. like: a tensor of the stores' dtype.
         """

@@ -91,7 +91,7 @@ class PackedLinear:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def _multiply(self, i: int, x: Tensor) -> Tensor:
-        """The output of layer i."""
+        """Returns the output of layer i."""
         layer, base = self.layers[i], self._linears[i]
         if base is not layer and i not in self._merged:  # half precision; or dropped, and not renewed yet
             return layer(x)
@@ -114,7 +114,7 @@ class PackedLinear:
         return sum(x.nbytes for x in (*packed, *self._merged.values()))
 
     def _joined(self) -> tuple[Tensor, Tensor | None]:
-        """The joined weight (effective or of the base, its columns times the gain) and bias of the layers."""
+        """Returns the joined weight (effective or of the base, its columns times the gain) and bias of the layers."""
         layers = self.layers if self._merges else self._linears
         weights = [effective_weight(layer) for layer in layers]
         weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
@@ -125,7 +125,9 @@ class PackedLinear:
         return weight, torch.cat([w.new_zeros(len(w)) if b is None else b.detach() for b, w in zip(biases, weights)])
 
     def _adapters(self, kernels: DecodeKernels, weight: Tensor) -> tuple[int, list[Tensor]]:
-        """The table's entries of adapters: R; then A and B of all layers, s of each output, the ranks of each panel."""
+        """Returns the table's entries of adapters: R; then A and B of all layers, s of each output, the ranks of each
+        panel.
+        """
         parts = [lora_factors(layer) for layer in self.layers]
         if all(part is None for part in parts):
             return 0, []
@@ -149,7 +151,7 @@ class PackedLinear:
 
 
 def _linear(layer: nn.Module) -> nn.Linear:
-    """The linear layer below an adapter, or the layer itself."""
+    """Returns the linear layer below an adapter, or the layer itself."""
     base = plain_linear(layer)
     if base is None:
         raise TypeError(f"a product of linear layers was given a {type(layer).__name__}")

@@ -130,7 +130,9 @@ class PrefillLayout(Layout):
 
 
 def _with_sinks(o: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """The output with the sinks' share taken off. Args: o [B, H, T, D]. lse [B, H, T]. sinks [H]; None = no sinks."""
+    """Returns the output with the sinks' share taken off. Args: o [B, H, T, D]. lse [B, H, T]. sinks [H]; None = no
+    sinks.
+    """
     if sinks is None:
         return o
     return o * torch.sigmoid(lse - sinks.float().view(1, -1, 1)).unsqueeze(-1).to(o.dtype)

@@ -22,7 +22,7 @@ MAX_BYTES = 4 * 2**30
 
 
 def common_prefix_length(a: np.ndarray, b: np.ndarray) -> int:
-    """How many first tokens two sequences have in common.
+    """Returns how many first tokens two sequences have in common.
 
     >>> common_prefix_length(np.array([5, 6, 7]), np.array([5, 6, 8, 9]))
     2
@@ -63,7 +63,7 @@ class PrefixCache:
         return len(self._cached)
 
     def get(self, conversation: int | None) -> CachedSequence | None:
-        """The cached sequence of a conversation; None = there is none."""
+        """Returns the cached sequence of a conversation; None = there is none."""
         return None if conversation is None else self._cached.get(conversation)
 
     def put(self, conversation: int, cached: CachedSequence, room: int | None) -> None:

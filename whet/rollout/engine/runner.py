@@ -169,7 +169,7 @@ class Runner:
             yield chunk
 
     def _prefill_chunk(self, chunk: list[tuple[Prefix, int, int]]) -> None:
-        """One forward over packed prompts, or over one piece of a long prompt."""
+        """Runs one forward over packed prompts, or over one piece of a long prompt."""
         spans: list[PrefillSpan] = []
         for p, start, end in chunk:
             store, last = self.prompt_stores[p.bucket], spans[-1] if spans else None
@@ -189,7 +189,7 @@ class Runner:
             p.last_hidden, p.num_computed_tokens = h, end
 
     def copy_kv(self, row: int, prefix: Prefix, drawn: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """A copy of a row's KV: by layer, keys and values [K T D] of its prompt, then of its drawn tokens.
+        """Returns a copy of a row's KV: by layer, keys and values [K T D] of its prompt, then of its drawn tokens.
 
         Args: row: a live row. prefix: its prompt. drawn: how many drawn tokens to copy.
         """
@@ -299,7 +299,7 @@ class Runner:
         return self._read(tokens, logprobs, kept)
 
     def _fixed_step(self, rows: int) -> tuple[Tensor, Tensor]:
-        """One step of this many rows, padding included: the same work for any lengths of the rows.
+        """Returns one step of this many rows, padding included: the same work for any lengths of the rows.
 
         Returns: (Long [rows] tokens, fp32 [rows] logprobs).
         """
@@ -322,7 +322,7 @@ class Runner:
         return (self.layout.fixed.epoch, self.forward.epoch, *counters, *self.layout.bucket_lengths, *stores)
 
     def _grouped(self, indices: list[int], plans: Sequence[SamplingPlan]) -> list[tuple[SamplingPlan, Tensor | None]]:
-        """The rows of each plan; None = all rows. Args: indices: the plan of each row."""
+        """Returns the rows of each plan; None = all rows. Args: indices: the plan of each row."""
         distinct = sorted(set(indices))
         if len(distinct) == 1:
             return [(plans[distinct[0]], None)]

@@ -69,7 +69,7 @@ def sample_rows(
 
 
 def _draw(scores: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The draw of logits_processors.draw, and its logprob from the same sum: one pass of exponentials for both.
+    """Returns the draw of logits_processors.draw, and its logprob from the same sum: one pass of exponentials for both.
 
     A large vocabulary is summed in blocks of 256 and searched in two steps, so that only a block is summed up in order.
     Args: scores [n, V]. u: float64 [n].
@@ -110,7 +110,7 @@ def _draw(scores: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def seen_tokens(contexts: list[Tensor], vocabulary: int) -> Tensor:
-    """The tokens of each context, as the repetition penalty counts them.
+    """Returns the tokens of each context, as the repetition penalty counts them.
 
     Args: contexts: Long [T] each: prompt and completion so far. vocabulary: V.
     Returns: Bool [n, V], on the contexts' device.

@@ -189,7 +189,7 @@ class Scheduler:
         admitted: Sequence[tuple[InFlightRequest, Prefix]],
         conversations: PrefixCache,
     ) -> bool:
-        """Whether a request fits with this many places in use; drops earlier turns to make it fit."""
+        """Returns whether a request fits with this many places in use; drops earlier turns to make it fit."""
         if self.kv_cache_tokens is None:
             return True
         used = {f.request.conversation for f, p in admitted if isinstance(p.source, CachedSequence)}  # to be copied

@@ -168,7 +168,7 @@ class Agents:
         )
 
     def _group(self, prompt: Prompt, completions: Sequence[Completion]) -> Group:
-        """A group with its first completion's prompt; a completion with another prompt keeps its prefix."""
+        """Returns a group with its first completion's prompt; a completion with another prompt keeps its prefix."""
         shared = completions[0].prefix
         assert shared is not None
         completions = [
@@ -185,12 +185,12 @@ class Agents:
 
 
 def completion_prompts(groups: Sequence[Group]) -> list[Any]:
-    """The prompt of each completion, in order: the environment's prompt, or the group's."""
+    """Returns the prompt of each completion, in order: the environment's prompt, or the group's."""
     return [c.info.get(PROMPT, g.prompt.source) for g in groups for c in g.completions]
 
 
 def _column(values: Any, count: int) -> list[Any]:
-    """A column of rollout_func with a value for each completion; a single value is repeated."""
+    """Returns a column of rollout_func with a value for each completion; a single value is repeated."""
     if not isinstance(values, list):
         return [values] * count
     return [*values, *[None] * (count - len(values))][:count]

@@ -42,7 +42,7 @@ class Environments:
             self._get(name, 0)
 
     def _get(self, name: Any, index: int) -> tuple[Any, Tools]:
-        """An environment of the pool and its tools; extends the pool if it is too short."""
+        """Returns an environment of the pool and its tools; extends the pool if it is too short."""
         pool = self._pool[name]
         while len(pool) <= index:
             environment = self._factories[name]()

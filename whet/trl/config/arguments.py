@@ -257,17 +257,19 @@ class Arguments:
         return self.per_device_eval_batch_size
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """The updates of the warmup: warmup_steps, or if it is below 1, this share of all updates."""
+        """Returns the updates of the warmup: warmup_steps, or if it is below 1, this share of all updates."""
         steps = self.warmup_steps
         return int(steps) if steps >= 1 else math.ceil(num_training_steps * steps)
 
     def get_process_log_level(self) -> int:
-        """The level of this process's loggers."""
+        """Returns the level of this process's loggers."""
         return _LEVELS[self.log_level if self.should_log else self.log_level_replica] or logging.WARNING
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """A context that the first process has left before the others enter it. Args: local, desc: have no effect."""
+        """Returns a context that the first process has left before the others enter it. Args: local, desc: have no
+        effect.
+        """
         ranks = join_processes(self.ddp_timeout)
         if not ranks.is_writer:
             ranks.all_gather(None)
@@ -276,7 +278,7 @@ class Arguments:
             ranks.all_gather(None)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, with tokens hidden."""
+        """Returns all fields, with tokens hidden."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # pyright: ignore
         values["accelerator_config"] = self.accelerator_config.to_dict()
         plain = {n: v.value if isinstance(v, IntervalStrategy | SaveStrategy | SchedulerType) else v

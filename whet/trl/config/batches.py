@@ -79,7 +79,7 @@ def compute_batches(fields: Mapping[str, Any], *, method: str = "GRPO") -> Batch
 
 
 def _batches_or_error(fields: Mapping[str, Any]) -> Batches | str:
-    """The batches, or a message on the rule that the sizes break."""
+    """Returns the batches, or a message on the rule that the sizes break."""
     group, micro, accumulate, iterations = (
         fields[n]
         for n in ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations")
@@ -117,7 +117,7 @@ def _batches_or_error(fields: Mapping[str, Any]) -> Batches | str:
 
 
 def _nearest_accumulation(micro: int, accumulate: int, steps: int, iterations: int) -> int:
-    """The nearest number of micro-steps for which no update mixes two rollouts.
+    """Returns the nearest number of micro-steps for which no update mixes two rollouts.
 
     >>> _nearest_accumulation(6, 3, 4, 2)
     4
@@ -142,7 +142,7 @@ def _divide_rollout(micro: int, accumulate: int, steps: int, iterations: int) ->
 
 
 def _nearest_settings(fields: Mapping[str, Any]) -> Iterator[tuple[str, int, Batches]]:
-    """The nearest settings that work and differ in one field: (field, value, batches)."""
+    """Yields the nearest settings that work and differ in one field: (field, value, batches)."""
     candidates = []
     for name in _VARIED:
         current = fields[name]

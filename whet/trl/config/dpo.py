@@ -89,7 +89,7 @@ class _DPO(SupervisedArguments):
             )
 
     def to_whet(self) -> PreferenceConfig:
-        """The objective as whet's own configuration."""
+        """Returns the objective as whet's own configuration."""
         losses = tuple(sigmoid if name == "sigmoid" and self.label_smoothing else name for name in self.loss_type)
         fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
         keywords = {n for loss in losses for n in keyword_arguments(resolve_name(loss, PREFERENCE_LOSSES, "loss_type"))}

@@ -157,7 +157,7 @@ class _GRPO(RLArguments):
         super()._check()
 
     def to_whet(self) -> Any:
-        """The algorithm as whet's own configuration."""
+        """Returns the algorithm as whet's own configuration."""
         return grpo_algorithm(self)
 
 

@@ -74,7 +74,7 @@ class _KTO(SupervisedArguments):
             )
 
     def to_whet(self) -> PreferenceConfig:
-        """The objective as whet's own configuration."""
+        """Returns the objective as whet's own configuration."""
         fields = {name: getattr(self, name) for name in _SAME}
         if self.sync_ref_model:
             names = ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")

@@ -35,7 +35,7 @@ class _Reward(SupervisedArguments):
         self.to_whet()
 
     def to_whet(self) -> RewardModelConfig:
-        """The objective as whet's own configuration."""
+        """Returns the objective as whet's own configuration."""
         return RewardModelConfig(center_rewards_coefficient=self.center_rewards_coefficient)
 
 

@@ -93,7 +93,7 @@ class RLArguments(Arguments):
         self.to_whet()  # raises for values that whet can't express
 
     def _is_copy(self) -> bool:
-        """Whether dataclasses.replace made this object: all fields are set, both sizes included."""
+        """Returns whether dataclasses.replace made this object: all fields are set, both sizes included."""
         micro = self.per_device_train_batch_size * self.world_size
         agree = self.generation_batch_size == micro * self.steps_per_generation
         return agree and self._set_fields.issuperset(self.TABLE.keys() - {"output_dir"})
@@ -120,5 +120,5 @@ class RLArguments(Arguments):
             )
 
     def to_whet(self) -> Any:
-        """The algorithm as whet's own configuration."""
+        """Returns the algorithm as whet's own configuration."""
         raise NotImplementedError

@@ -69,7 +69,7 @@ class _RLOO(RLArguments):
     METHOD = "RLOO"
 
     def to_whet(self) -> Any:
-        """The algorithm as whet's own configuration."""
+        """Returns the algorithm as whet's own configuration."""
         return rloo_algorithm(self)
 
 

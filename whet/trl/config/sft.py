@@ -95,7 +95,7 @@ class _SFT(SupervisedArguments):
         resolve_name(self.loss_type, SFT_LOSSES, "SFT loss")
 
     def to_whet(self) -> Any:
-        """The objective as whet's own configuration."""
+        """Returns the objective as whet's own configuration."""
         return Algorithm(loss_type=self.loss_type, log_entropy=True)
 
 

@@ -120,7 +120,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def optimizer_config(args: Any, total: int | None) -> OptimConfig:
-    """The optimizer's configuration. Args: total: the run's updates; None = unknown."""
+    """Returns the optimizer's configuration. Args: total: the run's updates; None = unknown."""
     if args.optim not in _OPTIMIZERS:
         raise lookup_error("optim", str(args.optim), _OPTIMIZERS)
     schedule = args.lr_scheduler_type.value
@@ -141,7 +141,7 @@ def optimizer_config(args: Any, total: int | None) -> OptimConfig:
 
 
 def training_fields(args: Any, steps: int | None, root: str | None) -> dict[str, Any]:
-    """The fields of every training configuration. Callbacks decide when to save, evaluate and stop.
+    """Returns the fields of every training configuration. Callbacks decide when to save, evaluate and stop.
 
     Args: steps: the run's steps. root: the folder of checkpoints; None = no checkpoints.
     """
@@ -159,7 +159,7 @@ def training_fields(args: Any, steps: int | None, root: str | None) -> dict[str,
 
 
 def rl_training_config(args: Any, steps: int | None, optim: Any, root: str | None) -> RLTrainingConfig:
-    """The training configuration of reinforcement learning.
+    """Returns the training configuration of reinforcement learning.
 
     Args: steps: the run's rollouts. optim: an OptimConfig or a factory. root: the folder of checkpoints; None = no
         checkpoints.
@@ -205,7 +205,7 @@ def rloo_algorithm(args: Any) -> Algorithm:
 
 
 def _shared_fields(args: Any) -> dict[str, Any]:
-    """The fields of GRPOConfig and RLOOConfig alike."""
+    """Returns the fields of GRPOConfig and RLOOConfig alike."""
     batches = args.batches
     fields: dict[str, Any] = {
         "num_generations": args.num_generations,
@@ -247,7 +247,7 @@ def _masks(args: Any) -> dict[str, Any]:
 
 
 def _correction(args: Any) -> dict[str, Any]:
-    """The fields of importance sampling, for vLLM only: whet's engine shares the trainer's weights."""
+    """Returns the fields of importance sampling, for vLLM only: whet's engine shares the trainer's weights."""
     mode = args.vllm_importance_sampling_mode
     if mode not in CORRECTIONS:
         raise lookup_error("vllm_importance_sampling_mode", mode, CORRECTIONS)
@@ -268,7 +268,7 @@ def _correction(args: Any) -> dict[str, Any]:
 
 
 def rollout_config(args: Any, longest_prompt: int) -> RolloutConfig:
-    """The rollout's configuration. Args: longest_prompt: the tokens of the longest prompt."""
+    """Returns the rollout's configuration. Args: longest_prompt: the tokens of the longest prompt."""
     kwargs = dict(args.generation_kwargs or {})
     if kwargs.pop("do_sample", True) is False:
         raise ConfigError("generation_kwargs: do_sample=False makes all completions of a group equal; leave it out")
@@ -301,14 +301,16 @@ def rollout_config(args: Any, longest_prompt: int) -> RolloutConfig:
 
 
 def beam_options(args: Any) -> dict[str, Any]:
-    """The options of generation_kwargs for beam search; empty = no beam search."""
+    """Returns the options of generation_kwargs for beam search; empty = no beam search."""
     kwargs = args.generation_kwargs or {}
     options = {name: kwargs[name] for name in _BEAMS if name in kwargs}
     return options if options.get("num_beams", 1) > 1 and not args.use_vllm else {}
 
 
 def template_options(args: Any) -> dict[str, Any]:
-    """The arguments of the chat template. As in TRL, thinking is on unless chat_template_kwargs turns it off."""
+    """Returns the arguments of the chat template. As in TRL, thinking is on unless chat_template_kwargs turns
+    it off.
+    """
     return {"enable_thinking": True, **(args.chat_template_kwargs or {})}
 
 

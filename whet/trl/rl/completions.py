@@ -44,7 +44,7 @@ class Completions:
         self.pending = True
 
     def logs(self) -> dict[str, Any]:
-        """The last rollout under the names of TRL's `trainer._logs`."""
+        """Returns the last rollout under the names of TRL's `trainer._logs`."""
         return {
             "prompt": self.prompts,
             "completion": self.completions,
@@ -72,7 +72,7 @@ class Completions:
         self.pending = False
 
     def _loggers(self) -> Iterator[Any]:
-        """The modules of report_to that show tables."""
+        """Yields the modules of report_to that show tables."""
         for name in ("wandb", "trackio"):
             if name in self.args.report_to:
                 logger: Any = importlib.import_module(name)

@@ -18,7 +18,7 @@ __all__ = ["find_custom_generate", "generate_groups"]
 
 
 def find_custom_generate(*modules: nn.Module) -> nn.Module | None:
-    """The first module with a `generate` that is not from transformers or PEFT; None if there is none.
+    """Returns the first module with a `generate` that is not from transformers or PEFT; None if there is none.
 
     Args: modules: the model, with and without PEFT's wrapper.
     """
@@ -114,7 +114,7 @@ def _generate(
 
 
 def _output(row: np.ndarray, request: Request, end_ids: Sequence[int], pad_id: int, version: int) -> Output:
-    """The output of a row: the ids up to the first end token; without an end token, all ids before the padding.
+    """Returns the output of a row: the ids up to the first end token; without an end token, all ids before the padding.
 
     A turn after the first is truncated to the completion's remaining tokens: `generate` does not know this limit.
     """

@@ -45,17 +45,17 @@ class TRLLearner(GRPOLearner):
     """(learner) -> the task of a run."""
 
     def new_task(self, eval_ds: Any = None) -> RLTask:
-        """The task that calls the trainer's callbacks. It runs no evaluations: the trainer does."""
+        """Returns the task that calls the trainer's callbacks. It runs no evaluations: the trainer does."""
         return self.make_task(self)
 
     # ---- rollouts ------------------------------------------------------------------------------------------------
 
     def encoder(self, mode: Mode) -> PromptEncoder:
-        """The encoder of prompts with the tools' schemas."""
+        """Returns the encoder of prompts with the tools' schemas."""
         return self.encoder_with(mode, self.agents.schemas)
 
     def encoder_with(self, mode: Mode, schemas: Sequence[Any]) -> PromptEncoder:
-        """The encoder of prompts with other tools. Args: schemas: the schemas for the chat template."""
+        """Returns the encoder of prompts with other tools. Args: schemas: the schemas for the chat template."""
         return self.cluster.encoder(mode, prompt_column="prompt", on_answered="continue", tools=schemas or None)
 
     def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode, first: int = 0) -> Sequence[Group]:
@@ -110,7 +110,9 @@ class TRLLearner(GRPOLearner):
         return [group for share in shares for group in share]
 
     def _custom_generate_model(self) -> nn.Module | None:
-        """The model with a custom `generate`, or the model if the arguments ask for beam search; None = the engine."""
+        """Returns the model with a custom `generate`, or the model if the arguments ask for beam search; None = the
+        engine.
+        """
         model = find_custom_generate(self.trainer.model, self.cluster.actor.module)
         return self.cluster.actor.module if model is None and beam_options(self.trainer.args) else model
 
@@ -165,7 +167,7 @@ class TRLLearner(GRPOLearner):
     # ---- updates -------------------------------------------------------------------------------------------------
 
     def num_updates(self, num_groups: int) -> int:
-        """The optimizer steps of a rollout."""
+        """Returns the optimizer steps of a rollout."""
         return self.batches.updates
 
     def minibatches(self, step: Step) -> Iterator[TokenBatch]:
@@ -189,7 +191,9 @@ class TRLLearner(GRPOLearner):
         return mini.with_token_columns(**{_SHARE: share})
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective. As in TRL, the entropy bonus is a mean over its tokens, whatever the loss aggregation."""
+        """Returns the objective. As in TRL, the entropy bonus is a mean over its tokens, whatever the loss
+        aggregation.
+        """
         loss, metrics = super().loss(x)
         if not self.kl_controller.has_entropy_bonus:
             return loss, metrics

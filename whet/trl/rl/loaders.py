@@ -13,7 +13,8 @@ __all__ = ["eval_loader", "train_loader"]
 
 
 def train_loader(trainer: Any) -> DataLoader[Any]:
-    """A loader of the first epoch. A batch repeats each row for each completion and comes once for each micro-step.
+    """Returns a loader of the first epoch. A batch repeats each row for each completion and comes once for each
+    micro-step.
 
     Raises: ConfigError: train_dataset is a stream.
     """
@@ -29,7 +30,7 @@ def train_loader(trainer: Any) -> DataLoader[Any]:
 
 
 def eval_loader(trainer: Any, eval_dataset: Any = None) -> DataLoader[Any]:
-    """A loader of evaluation rows, each repeated for each completion.
+    """Returns a loader of evaluation rows, each repeated for each completion.
 
     Args: eval_dataset: data, or the name of one of the trainer's sets; None = the trainer's single set.
     Raises: ConfigError: no evaluation set, or several.

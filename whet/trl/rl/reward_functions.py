@@ -47,7 +47,7 @@ class RewardLog:
         self.metrics: dict[str, list[float]] = {}
 
     def keywords(self) -> dict[str, Any]:
-        """The keywords for the functions."""
+        """Returns the keywords for the functions."""
         return {"trainer_state": self._state(), "log_extra": self.log_extra, "log_metric": self.log_metric}
 
     def log_extra(self, column: str, values: list[Any]) -> None:
@@ -67,7 +67,7 @@ class RewardLog:
 
 
 def _joined(parts: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-    """The lists of several dicts, joined by name."""
+    """Returns the lists of several dicts, joined by name."""
     joined: dict[str, list[Any]] = {}
     for part in parts:
         for name, values in part.items():
@@ -131,7 +131,7 @@ class TRLRewards(RewardManager):
 def make_reward_functions(
     reward_funcs: Any, tokenizers: Any, policy_tokenizer: Any, args: Any, environment_rewards: Sequence[Any] = ()
 ) -> list[Any]:
-    """The reward functions, with models loaded and wrapped as functions; those of environments come last.
+    """Returns the reward functions, with models loaded and wrapped as functions; those of environments come last.
 
     Args:
         reward_funcs: one or a list of functions, of names or folders of reward models, of modules.
@@ -169,7 +169,7 @@ def make_reward_functions(
 
 
 def _load_reward_model(model: Any, tokenizer: Any, policy_tokenizer: Any, args: Any) -> RewardModel:
-    """A reward model as a function, named after the last part of the model's name."""
+    """Returns a reward model as a function, named after the last part of the model's name."""
     loaded = load_model(model, device=args.device, role="reward")
     folder = model if isinstance(model, str) else model.config._name_or_path
     if tokenizer is None and folder:

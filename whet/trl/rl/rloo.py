@@ -52,7 +52,7 @@ class RLOOTrainer(RLTrainer):
         )
 
     def trl_metrics(self, row: Mapping[str, Any], batch: TokenBatch) -> dict[str, float]:
-        """A step's metrics under TRL's names, with the mean of the KL in the reward over the tokens."""
+        """Returns a step's metrics under TRL's names, with the mean of the KL in the reward over the tokens."""
         metrics = super().trl_metrics(row, batch)
         if self.args.beta:
             kl = (batch.need("old_logprobs") - batch.need("ref_logprobs"))[batch.mask]

@@ -38,7 +38,8 @@ def prepare_rows(data: Any, *, prompt_only: bool = False, without_prompt: bool =
 
 
 def longest_prompt(encoder: PromptEncoder, sets: Iterable[Any], positions: int | None, completion: int) -> int:
-    """The tokens of the longest prompt, rounded up to a multiple of 64; for a stream, 4096 or what fits the model.
+    """Returns the tokens of the longest prompt, rounded up to a multiple of 64; for a stream, 4096 or what fits the
+    model.
 
     Args: encoder: the encoder of prompts. sets: data sets. positions: the model's; None = no limit. completion: the
         longest completion, in tokens.

@@ -122,7 +122,7 @@ class RLTrainer(Trainer):
     # ---- data, cluster and learner ----------------------------------------------------------------------------------
 
     def _train_rows(self, data: Any) -> Any:
-        """The rows of train_dataset; without it, empty prompts for the environment."""
+        """Returns the rows of train_dataset; without it, empty prompts for the environment."""
         if data is not None:
             return self._prepare_rows(check_dataset(data, "train_dataset"))
         if self.agents.environments is None:
@@ -141,7 +141,7 @@ class RLTrainer(Trainer):
         return prepare_rows([{}] * self.args.batches.prompts, without_prompt=True)
 
     def _prepare_rows(self, data: Any) -> Any:
-        """The prepared rows of a data set; with an environment, rows may lack a prompt."""
+        """Returns the prepared rows of a data set; with an environment, rows may lack a prompt."""
         return prepare_rows(
             data, prompt_only=self.args.remove_unused_columns, without_prompt=self.agents.environments is not None
         )
@@ -258,7 +258,7 @@ class RLTrainer(Trainer):
         )
 
     def _longest_prompt(self, model: RoleConfig | nn.Module) -> int:
-        """The tokens of the longest prompt: max_prompt_length, else measured on the data sets."""
+        """Returns the tokens of the longest prompt: max_prompt_length, else measured on the data sets."""
         args = self.args
         if args.max_prompt_length:
             return args.max_prompt_length
@@ -276,7 +276,7 @@ class RLTrainer(Trainer):
         return longest_prompt(encoder, sets, positions, args.max_completion_length)
 
     def train_rows(self) -> Any:
-        """The rows to train on."""
+        """Returns the rows to train on."""
         return self._rows
 
     # ---- attributes of TRL's trainers -------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ class RLTrainer(Trainer):
         return metrics | self.agents.take_metrics(len(prompts) * self.learner.num_generations_of(Mode.EVAL))
 
     def trl_metrics(self, row: Mapping[str, Any], batch: TokenBatch) -> dict[str, float]:
-        """A step's metrics under TRL's names. Args: row: whet's metrics. batch: the scored completions."""
+        """Returns a step's metrics under TRL's names. Args: row: whet's metrics. batch: the scored completions."""
         return metric_names.trl_metrics(row, compat=self.args.compat)
 
     def resume_from(self, folder: str | None) -> None:

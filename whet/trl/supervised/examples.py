@@ -45,14 +45,14 @@ class _TokenAnswer(Answer):
 
 
 def _token_answer(ids: Iterable[int], *masks: Iterable[Any]) -> _TokenAnswer:
-    """An answer of ids, trained where all masks are true."""
+    """Returns an answer of ids, trained where all masks are true."""
     ids = tuple(ids)
     trained = tuple(all(bits) for bits in zip(*masks, strict=True)) if masks else (True,) * len(ids)
     return _TokenAnswer(None, "", ids=ids, mask=trained)
 
 
 def _encode_token_answer(answer: _TokenAnswer, number: int) -> list[TrainSequence]:
-    """A list of the answer's sequence; an empty list if no token after the first is trained."""
+    """Returns a list of the answer's sequence; an empty list if no token after the first is trained."""
     if len(answer.ids) != len(answer.mask):
         raise DataError(
             f"row {number} has {len(answer.ids)} token ids and {len(answer.mask)} labels; give one for each"
@@ -82,7 +82,7 @@ class SFTOrIdsEncoder(SFTEncoder):
     """Encodes SFT rows, and rows of `input_ids` with `labels` (-100 = not trained), or masks."""
 
     def __call__(self, row: Mapping[str, Any], number: int = 0) -> Example | None:
-        """The row as an Example of LabelledSequences: see RowEncoder."""
+        """Returns the row as an Example of LabelledSequences: see RowEncoder."""
         example = super().__call__(row, number)
         if example is None:
             return None
@@ -131,7 +131,7 @@ class PairOrIdsEncoder(ScoredPairEncoder):
 
 
 def _common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """The length of the common prefix of two texts or lists."""
+    """Returns the length of the common prefix of two texts or lists."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -195,12 +195,12 @@ class LazyRows:
 
 
 def has_rows(data: Any) -> bool:
-    """Whether a data set has a length and can be indexed; a stream can't."""
+    """Returns whether a data set has a length and can be indexed; a stream can't."""
     return hasattr(data, "__len__") and hasattr(data, "__getitem__")
 
 
 def first_row(data: Any) -> Mapping[str, Any]:
-    """The first row of a data set, which decides its form in TRL. Raises DataError: the data set is empty."""
+    """Returns the first row of a data set, which decides its form in TRL. Raises DataError: the data set is empty."""
     for row in data:
         return row
     raise DataError("the data set has no rows; give at least one")
@@ -236,7 +236,7 @@ def _ids(s: TrainSequence) -> list[int]:
 
 
 def sft_columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
-    """The columns of TRL's SFTTrainer: input_ids and labels (-100 = not trained).
+    """Returns the columns of TRL's SFTTrainer: input_ids and labels (-100 = not trained).
 
     A pack is one row of its sequences end to end; seq_lengths has their lengths.
     """
@@ -254,7 +254,7 @@ def sft_columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
 
 
 def pair_columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
-    """The columns of TRL's DPOTrainer: prompt_ids, chosen_ids and rejected_ids."""
+    """Returns the columns of TRL's DPOTrainer: prompt_ids, chosen_ids and rejected_ids."""
     return {
         "prompt_ids": [e.sequences[0].prefix.tolist() for e in examples],
         "chosen_ids": [e.sequences[0].tokens.tolist() for e in examples],
@@ -263,7 +263,7 @@ def pair_columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
 
 
 def scored_columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
-    """The columns of TRL's RewardTrainer: chosen_ids and rejected_ids, prompts included, and any margin."""
+    """Returns the columns of TRL's RewardTrainer: chosen_ids and rejected_ids, prompts included, and any margin."""
     rows: dict[str, list[Any]] = {
         name: [_ids(e.sequences[i]) for e in examples] for i, name in enumerate(("chosen_ids", "rejected_ids"))
     }

@@ -18,7 +18,7 @@ __all__ = ["KTOTrainer"]
 
 
 def _columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
-    """The columns of TRL's KTOTrainer: prompt_ids, completion_ids and label."""
+    """Returns the columns of TRL's KTOTrainer: prompt_ids, completion_ids and label."""
     return {
         "prompt_ids": [e.sequences[0].prefix.tolist() for e in examples],
         "completion_ids": [e.sequences[0].tokens.tolist() for e in examples],

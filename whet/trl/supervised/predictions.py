@@ -53,7 +53,7 @@ def compute_user_metrics(trainer: Any, examples: Sequence[Example]) -> dict[str,
 
 
 def _predict_texts(trainer: Any, examples: Sequence[Example]) -> Predicted:
-    """Logits [B T V] and labels [B T]."""
+    """Returns logits [B T V] and labels [B T]."""
     sequences = [s for e in examples for s in e.sequences]
     ids, logits = _forward(trainer, sequences)
     labels = torch.full_like(ids, _IGNORE)
@@ -64,7 +64,7 @@ def _predict_texts(trainer: Any, examples: Sequence[Example]) -> Predicted:
 
 
 def _predict_pairs(trainer: Any, examples: Sequence[Example]) -> Predicted:
-    """Logits [2B T V] and ids [2B T]: the chosen answers, then the rejected ones."""
+    """Returns logits [2B T V] and ids [2B T]: the chosen answers, then the rejected ones."""
     ids, logits = _forward(trainer, [e.sequences[side] for side in (0, 1) for e in examples])
     return logits, ids
 

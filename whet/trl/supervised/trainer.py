@@ -172,7 +172,9 @@ class SupervisedTrainer(Trainer):
         return SupervisedDataConfig(**{"batch_size": self.rows_per_update, "shuffle": shuffle, **fields})
 
     def encoding(self, **fields: Any) -> SupervisedDataConfig:
-        """The encoder's data configuration; it accepts the rows that TRL accepts. Args: fields: a subclass's fields."""
+        """Returns the encoder's data configuration; it accepts the rows that TRL accepts. Args: fields: a subclass's
+        fields.
+        """
         defaults = {
             "chat_template_kwargs": {"enable_thinking": True},
             "max_length": self.args.max_length,
@@ -201,7 +203,9 @@ class SupervisedTrainer(Trainer):
         )
 
     def _examples(self, data: Any, *, evaluation: str = "") -> list[Example] | ExampleStream:
-        """The Examples of a data set. Args: evaluation: the name of an evaluation set; "" = the training set."""
+        """Returns the Examples of a data set. Args: evaluation: the name of an evaluation set; "" = the
+        training set.
+        """
         args = self.args
         shuffle = args.seed if "shuffle_dataset" in args.TABLE and args.shuffle_dataset and not evaluation else None
         data = self.rows(data)
@@ -253,7 +257,7 @@ class SupervisedTrainer(Trainer):
         return self.args.per_device_train_batch_size * self.args.world_size
 
     def train_rows(self) -> Any:
-        """The Examples to train on. Raises ConfigError: there are none."""
+        """Returns the Examples to train on. Raises ConfigError: there are none."""
         if self._rows is None:
             raise ConfigError("train() needs train_dataset; give it to the trainer")
         return self._rows
@@ -263,11 +267,11 @@ class SupervisedTrainer(Trainer):
         return load_eval_sets(data, lambda rows, name: self._examples(rows, evaluation=name))
 
     def can_log(self, metric: str) -> bool:
-        """Whether an evaluation has this metric; compute_metrics can add any."""
+        """Returns whether an evaluation has this metric; compute_metrics can add any."""
         return bool(supervised_metrics({metric: 0.0})) or metric == "num_tokens" or self.compute_metrics is not None
 
     def measure(self, rows: list[Example]) -> dict[str, float]:
-        """The loss and its metrics, as means over the whole evaluation set."""
+        """Returns the loss and its metrics, as means over the whole evaluation set."""
         learner = self.learner
         learner.new_task().check_fit(rows)
         step = learner.measure(ExampleStep(index=self.state.global_step, examples=rows, mode=Mode.EVAL))
@@ -293,7 +297,7 @@ class SupervisedTrainer(Trainer):
 
 
 def learner_class(kind: type[SupervisedLearner[Any]]) -> Callable[..., Any]:
-    """A subclass of a learner that takes Examples as rows and reports to the trainer's callbacks.
+    """Returns a subclass of a learner that takes Examples as rows and reports to the trainer's callbacks.
 
     Args: kind: the learner's class.
     Returns: the subclass; the trainer sets `make_task`.

@@ -24,7 +24,9 @@ _READ_AGAIN = frozenset(_NAMES.split())
 
 
 def change_error(problem: str, field: str, config: type) -> ConfigError:
-    """The error for a change that train() does not read. Args: problem: the change. config: the arguments' class."""
+    """Returns the error for a change that train() does not read. Args: problem: the change. config: the arguments'
+    class.
+    """
     return ConfigError(
         f"{problem}; set {field} in {config.__name__}(...) and make another trainer, with model=trainer.model to keep "
         "the weights"

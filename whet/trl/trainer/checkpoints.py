@@ -65,11 +65,13 @@ class TrainerCheckpoints(Checkpoints):
         """Does nothing: as in transformers, later checkpoints stay until they are overwritten."""
 
     def of_step(self, step: int) -> Path | None:
-        """The folder of the current optimizer step; None without checkpoints."""
+        """Returns the folder of the current optimizer step; None without checkpoints."""
         return None if self.root is None else checkpoint_path(self.root, self._trainer.state.global_step)
 
     def place(self, folder: Path, role: str) -> Path:
-        """The folder of a role's files. The trained model is at the top level, where other libraries load it from."""
+        """Returns the folder of a role's files. The trained model is at the top level, where other libraries load it
+        from.
+        """
         return folder if role == self._trainer.role.value else folder / role
 
     def save(self, step: int, state: Mapping[str, Any], *, tokenizer: Any, keep: int | None) -> Path | None:
@@ -110,12 +112,12 @@ class TrainerCheckpoints(Checkpoints):
 
 
 def checkpoint_path(output_dir: str | Path, step: int) -> Path:
-    """The folder of an optimizer step."""
+    """Returns the folder of an optimizer step."""
     return Path(output_dir) / f"checkpoint-{step}"
 
 
 def _list_checkpoints(output_dir: str) -> list[Path]:
-    """The checkpoints, oldest first."""
+    """Returns the checkpoints, oldest first."""
     folders = [p for p in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-(\d+)", p.name)]
     return sorted(folders, key=lambda p: int(p.name.rpartition("-")[2]))
 
@@ -134,7 +136,8 @@ def rotate_checkpoints(output_dir: str, keep: int | None, protected: Sequence[Pa
 
 
 def find_checkpoint(output_dir: str, requested: str | Literal[True]) -> Path:
-    """The checkpoint that a run resumes from. Args: requested: a checkpoint's folder, or True = the newest checkpoint.
+    """Returns the checkpoint that a run resumes from. Args: requested: a checkpoint's folder, or True = the newest
+    checkpoint.
 
     Raises: NoCheckpoint: there is no checkpoint. CheckpointError: the checkpoint has no state to resume from.
     """

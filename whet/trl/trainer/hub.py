@@ -126,7 +126,7 @@ class HubMixin:
 
 
 def model_card(name: str, method: str, base: str | None, dataset: str | None, tags: Sequence[str]) -> str:
-    """The text of a model's README.md: the hub's metadata, the training method, and package versions.
+    """Returns the text of a model's README.md: the hub's metadata, the training method, and package versions.
 
     Args: name: the model's name. method: GRPO, ... base, dataset: names on the hub; a local base is left out. tags:
         further tags.

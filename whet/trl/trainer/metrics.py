@@ -70,7 +70,7 @@ def supervised_metrics(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _trl_0_16_metrics(metrics: Mapping[str, float], row: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics under the names of TRL 0.16."""
+    """Returns the metrics under the names of TRL 0.16."""
     old = {}
     if "completions/mean_length" in metrics:
         old["completion_length"] = metrics["completions/mean_length"]
@@ -86,7 +86,7 @@ def _trl_0_16_metrics(metrics: Mapping[str, float], row: Mapping[str, Any]) -> d
 
 
 def best_metric_name(args: Any, sets: Iterable[str], known: Callable[[str], bool]) -> str | None:
-    """The full name of the metric that chooses the best checkpoint, e.g. eval_loss; None = no metric is set.
+    """Returns the full name of the metric that chooses the best checkpoint, e.g. eval_loss; None = no metric is set.
 
     Args: args: has metric_for_best_model. sets: the names of the evaluation sets; "" is the name of a single set. With
         several sets, a metric without a set's name means the last set, as in TRL. known: whether an evaluation can

@@ -58,7 +58,7 @@ _PROMPT = "is_prompt_learning"
 
 
 def _without_dropout(peft_config: Any) -> Any:
-    """The configuration with dropouts of 0; logs a warning if there is dropout."""
+    """Returns the configuration with dropouts of 0; logs a warning if there is dropout."""
     for field in ("lora_dropout", "encoder_dropout"):
         if not getattr(peft_config, field, 0.0):
             continue
@@ -103,7 +103,7 @@ def _to_whet_lora(peft_config: Any, model: str | nn.Module, *, trust: bool) -> L
 
 
 def _unsupported_field(peft_config: Any) -> str:
-    """The first field of a LoraConfig that whet's adapters don't support; "" = none."""
+    """Returns the first field of a LoraConfig that whet's adapters don't support; "" = none."""
     fields = _PLAIN_LORA.items()
     return next((name for name, plain in fields if getattr(peft_config, name, plain[0]) not in plain), "")
 
@@ -114,7 +114,7 @@ def _load_config(model: str, trust: bool) -> Any:
 
 
 def _reason_for_peft(model: Any, peft_config: Any, scored: bool, trust: bool) -> str:
-    """The reason why PEFT's own layers must run: a field that whet's LoraConfig can't express; "" = no reason.
+    """Returns the reason why PEFT's own layers must run: a field that whet's LoraConfig can't express; "" = no reason.
 
     Args: model: the model to adapt. scored: whether it is a reward model. trust: whether its code may run.
     """
@@ -189,7 +189,9 @@ def _default_targets(model: str | nn.Module, trust: bool) -> list[str]:
 
 
 def unwrap_peft(model: Any) -> Any:
-    """The model inside PEFT's wrapper, with its adapter layers. Other models, and learned prompts, are unchanged."""
+    """Returns the model inside PEFT's wrapper, with its adapter layers. Other models, and learned prompts, are
+    unchanged.
+    """
     if is_prompt_tuned(model):
         return model
     is_wrapper = hasattr(model, "get_base_model") and hasattr(model, "peft_config")
@@ -197,7 +199,7 @@ def unwrap_peft(model: Any) -> Any:
 
 
 def model_name(model: Any) -> str:
-    """The hub name or folder of a model, or its class if it has neither."""
+    """Returns the hub name or folder of a model, or its class if it has neither."""
     return str(model if isinstance(model, str) else model.name_or_path or type(model).__name__)
 
 
@@ -288,7 +290,7 @@ def with_revision(model: Any, args: Any) -> Any:
 
 
 def trusts_remote_code(args: Any) -> bool:
-    """Whether the Python files in a model's folder may run."""
+    """Returns whether the Python files in a model's folder may run."""
     return bool((args.model_init_kwargs or {}).get("trust_remote_code", args.trust_remote_code))
 
 
@@ -300,7 +302,9 @@ _INIT_KWARGS = {
 
 
 def _make_role(args: Any, model: str) -> RoleConfig:
-    """The configuration of a model that is given by name or folder. Raises ConfigError: another model_init_kwargs."""
+    """Returns the configuration of a model that is given by name or folder. Raises ConfigError: another
+    model_init_kwargs.
+    """
     if unsupported := sorted(set(args.model_init_kwargs or {}) - _INIT_KWARGS):
         raise ConfigError(
             f"model_init_kwargs: {unsupported[0]!r} is not supported; load the model by from_pretrained with it, and "
@@ -316,7 +320,8 @@ def _make_role(args: Any, model: str) -> RoleConfig:
 
 
 def named_dtype(args: Any, own: torch.dtype) -> torch.dtype:
-    """The dtype in which TRL holds and saves a model that is given by name: float32, or that of model_init_kwargs.
+    """Returns the dtype in which TRL holds and saves a model that is given by name: float32, or that of
+    model_init_kwargs.
 
     Args: own: the dtype of the model's files, for "auto".
     """
@@ -326,7 +331,7 @@ def named_dtype(args: Any, own: torch.dtype) -> torch.dtype:
 
 
 def module_dtype(args: Any, model: Any, optimizers: tuple[Any, Any]) -> str | None:
-    """The dtype in which a module computes; None = its parameters' dtype.
+    """Returns the dtype in which a module computes; None = its parameters' dtype.
 
     Args: optimizers: the user's. An optimizer over the module's own parameters keeps their dtype.
     """

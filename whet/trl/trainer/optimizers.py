@@ -42,17 +42,17 @@ class LRView:
         self._trainer = trainer
 
     def get_last_lr(self) -> list[float]:
-        """The next update's learning rate of each parameter group."""
+        """Returns the next update's learning rate of each parameter group."""
         return [float(group["lr"]) for group in self._trainer.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule's state; empty before the first update."""
+        """Returns the schedule's state; empty before the first update."""
         schedule = self._trainer.worker.optim.schedule
         return {} if schedule is None else schedule.state_dict()
 
 
 def existing_optimizer(optimizer: Any, scheduler: Any, max_grad_norm: float) -> Callable[[Any], torch.optim.Optimizer]:
-    """A factory that returns the user's optimizer. It clips before each step and steps its schedule after it.
+    """Returns a factory that returns the user's optimizer. It clips before each step and steps its schedule after it.
 
     Args: optimizer: over the model's own parameters. scheduler: the optimizer's; None = a constant rate. max_grad_norm:
         0 = no clipping.
@@ -73,7 +73,8 @@ def existing_optimizer(optimizer: Any, scheduler: Any, max_grad_norm: float) -> 
 def optimizer_from_class(
     kind: Callable[..., Any], kwargs: Mapping[str, Any], args: Any, total: int, set_scheduler: Callable[[Any], None]
 ) -> Callable[[Any], torch.optim.Optimizer]:
-    """A factory of an optimizer of a class, with the schedule of the arguments and the learning rate of the keywords.
+    """Returns a factory of an optimizer of a class, with the schedule of the arguments and the learning rate of the
+    keywords.
 
     Args: kind, kwargs: optimizer_cls_and_kwargs. args: has weight_decay (of matrices), the schedule and max_grad_norm.
         total: the run's updates. set_scheduler: receives the schedule.
@@ -151,7 +152,7 @@ def _keep_rates(optim: Any) -> None:
 
 
 def serializable_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a schedule's state that can be stored: numbers, texts and lists of them."""
+    """Returns the part of a schedule's state that can be stored: numbers, texts and lists of them."""
 
     def is_simple(value: Any) -> bool:
         return value is None or isinstance(value, int | float | str)

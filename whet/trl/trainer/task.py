@@ -130,7 +130,7 @@ class CallbackTask(Task):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The state of the run and of the trainer."""
+        """Returns the state of the run and of the trainer."""
         return {**super().state(), "trl": self.trainer.resume_state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:

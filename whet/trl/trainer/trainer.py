@@ -168,13 +168,13 @@ class Trainer(HubMixin):
         )  # fmt: skip
 
     def _new_state(self, **values: Any) -> TrainerState:
-        """The state of a run. Args: values: of a checkpoint; without them the run is a new one."""
+        """Returns the state of a run. Args: values: of a checkpoint; without them the run is a new one."""
         state = TrainerState(**(values or {"stateful_callbacks": self._stateful()}))
         state.is_world_process_zero, state.is_local_process_zero = self._is_zero()
         return state
 
     def _is_zero(self) -> tuple[bool, bool]:
-        """Whether this process is the first of all, and of its machine."""
+        """Returns whether this process is the first of all, and of its machine."""
         return self.args.process_index == 0, self.args.local_process_index == 0
 
     def _stateful(self) -> list[Any]:
@@ -205,7 +205,7 @@ class Trainer(HubMixin):
     def optim(
         self, optimizers: tuple[Any, Any], cls_and_kwargs: tuple[Any, Any] | None
     ) -> OptimConfig | Callable[..., Any]:
-        """The optimizer's configuration from the arguments, or a factory of the user's optimizer.
+        """Returns the optimizer's configuration from the arguments, or a factory of the user's optimizer.
 
         Args: optimizers: (optimizer, scheduler) or (None, None). cls_and_kwargs: optimizer_cls_and_kwargs.
         Raises: ConfigError: both arguments; a scheduler without an optimizer.
@@ -262,7 +262,7 @@ class Trainer(HubMixin):
         return self.callback_handler.lr_scheduler
 
     def get_num_trainable_parameters(self) -> int:
-        """The number of trained parameters."""
+        """Returns the number of trained parameters."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     @property
@@ -276,11 +276,11 @@ class Trainer(HubMixin):
         return self.processing_class
 
     def is_world_process_zero(self) -> bool:
-        """Whether this process writes files."""
+        """Returns whether this process writes files."""
         return self._is_zero()[0]
 
     def is_local_process_zero(self) -> bool:
-        """Whether this process is the first of its machine."""
+        """Returns whether this process is the first of its machine."""
         return self._is_zero()[1]
 
     def end(self) -> None:
@@ -311,7 +311,7 @@ class Trainer(HubMixin):
         raise NotImplementedError
 
     def train_rows(self) -> Any:
-        """The rows to train on. Raises ConfigError: there are none."""
+        """Returns the rows to train on. Raises ConfigError: there are none."""
         raise NotImplementedError
 
     def eval_sets(self, data: Any) -> Mapping[str, Any]:
@@ -319,11 +319,11 @@ class Trainer(HubMixin):
         raise NotImplementedError
 
     def can_log(self, metric: str) -> bool:
-        """Whether an evaluation can have a metric of this name; reward functions add metrics."""
+        """Returns whether an evaluation can have a metric of this name; reward functions add metrics."""
         return True
 
     def measure(self, rows: Any) -> dict[str, float]:
-        """The metrics of an evaluation set, under TRL's names."""
+        """Returns the metrics of an evaluation set, under TRL's names."""
         raise NotImplementedError
 
     def resume_from(self, folder: str | None) -> None:
@@ -400,7 +400,7 @@ class Trainer(HubMixin):
             )
 
     def has_changed(self, name: str) -> bool:
-        """Whether an attribute is another object than at the last call. Args: name: a data set's attribute."""
+        """Returns whether an attribute is another object than at the last call. Args: name: a data set's attribute."""
         is_same = name in self._data_read and self._data_read[name] is getattr(self, name)
         self._data_read[name] = getattr(self, name)
         return not is_same
@@ -430,7 +430,7 @@ class Trainer(HubMixin):
         self.state.epoch = self.state.global_step / (self.updates_per_epoch or max(self.state.max_steps, 1))
 
     def at_epoch_end(self) -> bool:
-        """Whether an epoch has ended; for a stream, whether the run has."""
+        """Returns whether an epoch has ended; for a stream, whether the run has."""
         return self.state.global_step % (self.updates_per_epoch or self.state.max_steps) == 0
 
     def call_event(self, event: str, **kwargs: Any) -> None:
@@ -439,7 +439,7 @@ class Trainer(HubMixin):
             self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
 
     def _has_handler(self, event: str) -> bool:
-        """Whether a user's callback overrides an event."""
+        """Returns whether a user's callback overrides an event."""
         base = getattr(TrainerCallback, event)
         methods = [getattr(c, event) for c in self.callback_handler.callbacks if type(c) not in _BUILTIN_CALLBACKS]
         return any(getattr(method, "__func__", method) is not base for method in methods)
@@ -554,7 +554,7 @@ class Trainer(HubMixin):
         self.models.checkpoints.load_best(folder)
 
     def resume_state(self) -> dict[str, Any]:
-        """The trainer's part of a checkpoint: its state, and the user's schedule's state."""
+        """Returns the trainer's part of a checkpoint: its state, and the user's schedule's state."""
         schedule = {} if self.scheduler is None else factories.serializable_state(self.scheduler.state_dict())
         return {"state": json.dumps(dataclasses.asdict(self.state)), "scheduler": schedule}
 
@@ -573,7 +573,7 @@ class Trainer(HubMixin):
 
 
 def _reporting_callbacks(names: Sequence[str]) -> list[Any]:
-    """The callbacks that transformers has for the loggers in report_to."""
+    """Returns the callbacks that transformers has for the loggers in report_to."""
     from transformers.integrations import integration_utils
 
     try:

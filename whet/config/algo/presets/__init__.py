@@ -95,7 +95,7 @@ _COMMANDS: Mapping[type, str] = {GRPOConfig: "whet grpo", PPOConfig: "whet ppo"}
 
 
 def preset(name: Any, wanted: type) -> PolicyConfig:
-    """The configuration that a name in algo.preset stands for.
+    """Returns the configuration that a name in algo.preset stands for.
 
     Args: name: of PRESETS. wanted: the class of the section algo.
     Returns: an instance of it.
