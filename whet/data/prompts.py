@@ -263,8 +263,8 @@ class PromptEncoder:
         return _PromptRow(number, source, columns, template_options(row, number))
 
     def _render_together(self, rows: Sequence[_PromptRow]) -> dict[int, RenderedText]:
-        """Returns the rendered conversations by the rows' numbers; none if one of them fails, and then each is rendered by
-        itself, so that the error names its row.
+        """Returns the rendered conversations by the rows' numbers; none if one of them fails, and then each is
+        rendered by itself, so that the error names its row.
         """
         several = [row for row in rows if not self.is_plain(row.source)]
         conversations = [self.messages(row.source) for row in several]
