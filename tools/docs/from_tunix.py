@@ -8,6 +8,8 @@ from typing import Any
 from tools.docs.table import legend, table
 from whet.compat.field import Field, State
 from whet.tunix import ABSENT
+from whet.tunix.agentic import ABSENT as AGENTIC_ABSENT
+from whet.tunix.agentic.config import AgenticGRPOConfig
 from whet.tunix.configs import (
     AlgorithmConfig,
     CheckpointingOptions,
@@ -150,6 +152,20 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "sampler_is": Field(None),
         "sampler_is_threshold": Field(2.0),
         "force_compute_kl": Field(False, note="there in the agentic GRPOConfig"),
+    },
+    AgenticGRPOConfig: {
+        "algo_variant": Field("agentic_grpo", "no effect", "the other fields say it all"),
+        "reward_manager": Field("agentic-sequence-level", "differs", "the name is accepted for the default"),
+        "system_prompt": Field(""),
+        "max_response_length": Field(
+            1024, note="of an episode; max_tokens_to_generate is that of a turn, and need not be equal"
+        ),
+        "max_concurrency": Field(16, "no effect", "all episodes of a step run; rollout_micro_batch_size bounds them"),
+        "off_policy_steps": Field(0, "differs", "must be 0: rollouts and updates take turns"),
+        "episode_timeout": Field(1800.0),
+        "filter_statuses": Field(None),
+        "overlong_filter": Field(False),
+        "degenerate_group_masking": Field(False, "no effect", "advantages of equal rewards are 0 anyway"),
     },
     DAPOConfig: {
         "algo_variant": Field("dapo", "no effect", "the other fields say it all"),
@@ -364,7 +380,27 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
     ("`PPOConfig.mini_batch_size`", "refused", "it is RLTrainingConfig's"),
     ("`TokenizerAdapter`, `Tokenizer`", "differs", "around a tokenizer of transformers, from a folder or a hub name"),
     ("`Sampler`, `CacheConfig`", "works", "[generating](generating.md)"),
-    ("data queues, resharding, `rl.agentic`", "refused", "nothing is queued, resharded or awaited"),
+    (
+        "`AgenticGRPOLearner`",
+        "works",
+        "agent_class, env_class and their kwargs, chat_parser, metric_fns; a subclass may replace "
+        "`_create_agent_env_pair`. Reward functions get the last turn of an episode (in Tunix the first); "
+        "trajectory_rewards is not offered to them. ENV_TIMEOUT gives no reward",
+    ),
+    ("an agent's row, `env.task`", "differs", "texts and numbers are NumPy's scalars, not arrays of one element"),
+    ("an agent that changes its history", "works", "the episode forks; in Tunix the ids no longer fit the history"),
+    (
+        "`rl.agentic`: agents, environments, tools, rewards, `TrajectoryCollectEngine`",
+        "works",
+        "`from whet.tunix.agentic import ...`, by Tunix's names of modules or of classes; tool parsers qwen and gemini",
+    ),
+    (
+        "chat parsers (`QwenChatTemplateParser` and others)",
+        "differs",
+        "`ChatTemplateParser(tokenizer)` writes by the tokenizer's own template; one of yours, with `parse`, works",
+    ),
+    ("trajectories as CSV", "differs", "the run folder's completions/*.parquet has the turns of each episode"),
+    ("data queues, resharding", "refused", "nothing is queued, resharded or awaited"),
 )
 """Names that Tunix's programs use apart from configurations: the name, its state here, a note."""
 
@@ -455,6 +491,47 @@ print([row["reward"] for row in run.rows])
 - **Output**: Tunix writes Orbax checkpoints. With `run_dir`, whet writes a Hugging Face folder in `final/`, and
   checkpoints that resume exactly.
 
+An agent of Tunix's form plays episodes of several turns. Its imports change, and nothing else:
+
+```python
+from whet.tunix import AgenticGRPOConfig, AgenticGRPOLearner
+from whet.tunix.agentic import BaseTaskEnv, EnvStepResult, ModelAgent
+
+
+class Twice(BaseTaskEnv):
+    def _initial_observation(self):
+        return self.task  # the row; the agent says its "prompts"
+
+    def _step_impl(self, action):
+        reward = float(action == str(self.task["answer"]))
+        return EnvStepResult(observation="Are you sure?", reward=reward, done=False, info={})
+
+
+class Lines:  # a chat parser of one's own, since this tokenizer has no chat template
+    def parse(self, messages, add_generation_prompt=False, is_first_msg=False):
+        return "".join(f"{message['content']}\\n" for message in messages)
+
+
+agentic = RLCluster(
+    actor=small_model(seed=0),
+    tokenizer="byte",
+    cluster_config=ClusterConfig(
+        rollout_config=RolloutConfig(max_tokens_to_generate=8, max_prompt_length=32, return_logprobs=True),
+        training_config=RLTrainingConfig(actor_optimizer=optimizer, max_steps=1),
+    ),
+)
+learner = AgenticGRPOLearner(
+    rl_engine=agentic,
+    algo_config=AgenticGRPOConfig(num_generations=4, beta=0.0, max_response_length=48, system_prompt="Add."),
+    chat_parser=Lines(),
+    agent_class=ModelAgent,
+    env_class=Twice,
+    env_kwargs={"max_steps": 2},
+)
+run = learner.train([{"prompts": ["1+1=", "2+2="], "answer": ["2", "4"]}])
+assert run.rows[0]["turns/mean"] == 2
+```
+
 The same run as a command, with the same keys and without a program: `whet grpo model=FOLDER data=train.jsonl
 reward=rewards.py:digits algo.beta=0.08 rollout.temperature=0.9 ...`.
 """
@@ -492,6 +569,7 @@ def page() -> str:
         parts.append(f"### {cls.__name__}\n\n{table(['field', 'default in Tunix', 'here', 'note'], rows)}\n")
         if ours:
             parts.append(f"whet's own: {', '.join(f'`{n}`' for n in ours)}.\n")
-    rows = [*PROGRAMS, *((f"`{name}`", "refused", reason) for name, reason in ABSENT.items())]
+    absent = {**{f"agentic.{name}": reason for name, reason in AGENTIC_ABSENT.items()}, **ABSENT}
+    rows = [*PROGRAMS, *((f"`{name}`", "refused", reason) for name, reason in absent.items())]
     parts.append(f"## Names, methods and hooks\n\n{table(['in Tunix', 'in whet.tunix', 'note'], rows)}\n")
     return "\n".join(parts)

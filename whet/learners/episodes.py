@@ -16,7 +16,7 @@ from whet.rollout.policy_rollouts import EpisodeRunner
 if TYPE_CHECKING:
     from whet.serve.agent_episodes import AgentEpisodes
 
-__all__ = ["load_environment", "make_agent_episodes", "make_episode_runner"]
+__all__ = ["load_environment", "longest_sequence", "make_agent_episodes", "make_episode_runner"]
 
 
 def load_environment(cluster: RLCluster) -> Script | None:
@@ -47,7 +47,7 @@ def make_episode_runner(
     config = cluster.rollout_for(mode)
     if not config.has_turns:
         return None
-    longest = _longest(cluster, mode)
+    longest = longest_sequence(cluster, mode)
     conversation = Conversation.from_config(
         config, encode, end_ids=cluster.eos_ids, max_length=longest, failures=failures
     )
@@ -66,7 +66,7 @@ def make_agent_episodes(
     from whet.serve.run_model import RunModel
 
     config = cluster.rollout_for(mode)
-    bounds = [_longest(cluster, mode), config.max_prompt_length + config.most_tokens]
+    bounds = [longest_sequence(cluster, mode), config.max_prompt_length + config.most_tokens]
     model = RunModel(
         cluster.tokenizer,
         cluster.eos_ids,
@@ -79,7 +79,7 @@ def make_agent_episodes(
     return AgentEpisodes(agent, model, timeout_s=config.agent_timeout_s, failures=failures)
 
 
-def _longest(cluster: RLCluster, mode: Mode) -> int | None:
+def longest_sequence(cluster: RLCluster, mode: Mode) -> int | None:
     """Returns the most tokens of a sequence: what the model has positions for, and in training what a pass holds."""
     bounds = [max_positions(cluster.actor.module)]
     if mode is Mode.TRAIN:

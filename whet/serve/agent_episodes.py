@@ -40,7 +40,7 @@ from whet.serve.run_model import RunModel
 from whet.serve.sessions import Session, TokenSequence
 from whet.types import Completion, FinishReason, Message
 
-__all__ = ["AgentEpisodes"]
+__all__ = ["AgentEpisodes", "sequence_completion"]
 
 log = logging.getLogger("whet")
 
@@ -162,7 +162,7 @@ class AgentEpisodes:
         of_turn = {}
         if isinstance(end.value, list | tuple) and rewards:
             of_turn = {id(output): reward for output, reward in zip(session.outputs, rewards, strict=True)}
-        return [_sequence(sequence, episode, info, reason, of_turn) for sequence in session.sequences]
+        return [sequence_completion(sequence, episode, info, reason, of_turn) for sequence in session.sequences]
 
     def _rewards(self, end: AgentEnd, session: Session, episode: Episode) -> list[float]:
         """Returns the agent's reward, or those of its turns; NaN = it does not apply. Raises RewardError: it
@@ -211,7 +211,7 @@ def _refuse(calls: Sequence[AgentCall]) -> None:
         call.refuse(episode_over())
 
 
-def _sequence(
+def sequence_completion(
     sequence: TokenSequence,
     episode: Episode,
     info: Mapping[str, Any],

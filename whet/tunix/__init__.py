@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from whet.config import LoraConfig, Mode, OptimConfig, RoleConfig
     from whet.tunix import common
+    from whet.tunix.agentic import AgenticGRPOConfig, AgenticGRPOLearner
     from whet.tunix.base_rollout import BaseRollout, TokenizerAdapter
     from whet.tunix.cluster import RLCluster, RLEngine
     from whet.tunix.configs import (
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from whet.tunix.workers import InferenceWorker, Sampler, Tokenizer, VanillaRollout
 
 __all__ = [
+    "AgenticGRPOConfig",
+    "AgenticGRPOLearner",
     "AlgorithmConfig",
     "BaseRollout",
     "CacheConfig",
@@ -85,6 +88,7 @@ __all__ = [
 
 _MODULES = {
     "whet.config": ("LoraConfig", "Mode", "OptimConfig", "RoleConfig"),
+    "whet.tunix.agentic": ("AgenticGRPOConfig", "AgenticGRPOLearner"),
     "whet.tunix.base_rollout": ("BaseRollout", "TokenizerAdapter"),
     "whet.tunix.cluster": ("RLCluster", "RLEngine"),
     "whet.tunix.configs": (
@@ -116,8 +120,6 @@ _MODULES = {
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 ABSENT = {
-    "AgenticGRPOConfig": "agents are environments: rollout.env_path of a RolloutConfig (docs/environments.md)",
-    "AgenticGRPOLearner": "agents are environments: rollout.env_path of a RolloutConfig (docs/environments.md)",
     "CheckpointManager": "a run saves and resumes by itself: checkpoint_root_directory and checkpointing_options",
     "DPOTrainer": "preferences are trained by `whet dpo`, from Python by whet.PreferenceLearner",
     "DPOTrainingConfig": "preferences are trained by `whet dpo`, from Python by whet.PreferenceLearner",

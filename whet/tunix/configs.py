@@ -70,9 +70,10 @@ def core_config(value: T) -> T:
     """
     if isinstance(value, Mapping):
         return {key: core_config(entry) for key, entry in value.items()}  # pyright: ignore[reportReturnType]
-    if type(value).__module__ != __name__:
+    own = lambda kind: kind.__module__.startswith("whet.tunix.")
+    if not own(type(value)):
         return value
-    kind: Any = next(base for base in type(value).__mro__ if base.__module__ != __name__)
+    kind: Any = next(base for base in type(value).__mro__ if not own(base))
     names = [f.name for f in dataclasses.fields(kind)]
     fields = {name: core_config(getattr(value, name)) for name in names}
     if isinstance(value, core.PolicyConfig):  # a default of Tunix's that has no effect was not set by the user
