@@ -216,8 +216,8 @@ def _with_engine(config: RunConfig) -> RunConfig:
 
 
 def _with_memory_plan(config: RunConfig) -> RunConfig:
-    """Sets what is open to what fits the GPU of each process, where the embedded engine samples."""
-    if config.rollout_engine != "embedded":
+    """Sets what is open to what fits the GPU of each process, where the embedded engine or vLLM samples."""
+    if config.rollout_engine not in ("embedded", "vllm"):
         return config
     memory, num_processes = memory_of_gpus(config.trainer)
     return config if memory is None else choose_settings(config, memory, num_processes)

@@ -73,11 +73,6 @@ def compare(config: CompareConfig) -> Comparison:
     Raises: ConfigError: see report.compare.compare_runs.
     """
     comparison = compare_runs(config.runs, metrics=config.metrics, last=config.last)
-    heads = [
-        name if len(names) == 1 else f"{name} and {len(names) - 1} more"
-        for names in comparison.groups
-        for name in names[:1]
-    ]
     parts = {
         "settings that differ": comparison.settings,
         "environment": comparison.environment,
@@ -86,15 +81,15 @@ def compare(config: CompareConfig) -> Comparison:
         },
     }
     tables = {
-        title: [[title, *heads], *([name, *values] for name, values in cells.items())] if cells else []
+        title: [[title, *comparison.heads], *([name, *values] for name, values in cells.items())] if cells else []
         for title, cells in parts.items()
     }
-    lines: list[str] = []
+    lines = [*comparison.notes, ""] if comparison.notes else []
     for title, rows in tables.items():
         lines += [*_table(rows), ""] if rows else [f"{title}: none", ""]
     print_text("\n".join([*lines, f"curves: whet report {' '.join(config.runs)}"]))
     if config.html:
-        page = write_comparison(comparison.groups, tables, config.out)
+        page = write_comparison(comparison, tables, config.out)
         print_text(f"{page}\n  open it in a browser: {page.resolve().as_uri()}")
     return comparison
 

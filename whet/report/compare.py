@@ -81,6 +81,21 @@ class Comparison:
     metrics: dict[str, list[Spread | None]]
     """Metric -> its mean over the last steps, and its spread over the runs; None where a group has none."""
 
+    @property
+    def heads(self) -> list[str]:
+        """The heads of the columns: the names of a group's runs, but of four or more the first alone.
+
+        >>> Comparison((("a", "b"), ("c", "d", "e", "f")), {}, {}, {}).heads
+        ['a, b', 'c and 3 more']
+        """
+        return [", ".join(g) if len(g) < 4 else f"{g[0]} and {len(g) - 1} more" for g in self.groups]
+
+    @property
+    def notes(self) -> list[str]:
+        """What the columns of several runs show, a sentence each."""
+        several = [", ".join(group) for group in self.groups if len(group) > 1]
+        return [f"{names} differ only in the seed: mean ± standard deviation (runs)" for names in several]
+
 
 def compare_runs(runs: Sequence[str | Path], *, metrics: Sequence[str] = (), last: int = 10) -> Comparison:
     """Compares run folders.
@@ -120,22 +135,19 @@ def _without_run_dir(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: f"RUN_DIR/{rest}" if (rest := of_value(value)) else value for key, value in config.items()}
 
 
-def write_comparison(groups: Sequence[Sequence[str]], tables: Mapping[str, Sequence[Sequence[str]]], out: str) -> Path:
+def write_comparison(comparison: Comparison, tables: Mapping[str, Sequence[Sequence[str]]], out: str) -> Path:
     """Writes tables of a comparison as a page that opens from the disk.
 
-    Args: groups: the names of the runs of each column. tables: title -> rows, with the heads first; no rows = no
-        difference. out: the file.
+    Args: comparison: has the heads and the notes. tables: title -> rows, with the heads first; no rows = no difference.
+        out: the file.
     Returns: the page.
     Raises: ConfigError: the file can't be written.
     """
     shape = lambda text: ' class="n"' if len(text) <= 24 else ""  # longer texts break into lines
     cell = lambda kind, text: f"<{kind}{shape(text)}>{html.escape(text)}</{kind}>"
     row = lambda kind, cells: f"<tr><th>{html.escape(cells[0])}</th>{''.join(cell(kind, c) for c in cells[1:])}</tr>"
-    names = html.escape(" · ".join(group[0] for group in groups))
-    parts = []
-    for group in groups:
-        if len(group) > 1:
-            parts.append(f"<p>{html.escape(', '.join(group))} differ only in the seed: mean ± standard deviation</p>")
+    names = html.escape(" · ".join(comparison.heads))
+    parts = [f"<p>{html.escape(note)}</p>" for note in comparison.notes]
     for title, rows in tables.items():
         parts.append(f"<h2>{html.escape(title)}</h2>")
         lines = [row("th", ["", *rows[0][1:]]), *(row("td", cells) for cells in rows[1:])] if rows else []

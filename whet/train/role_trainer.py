@@ -39,7 +39,6 @@ class RoleTrainer:
         worker: the model.
         loss: per token.
         loss_agg_mode, loss_agg_norm: how token losses become one number, for batches without weights.
-        accumulate: `update_all` makes one optimizer step of this many batches.
         role: the model's. The actor's metrics have plain names; those of another role begin with it: critic/loss.
     """
 
@@ -50,7 +49,6 @@ class RoleTrainer:
         loss: Loss,
         loss_agg_mode: str | Weighting = "token-mean",
         loss_agg_norm: float | None = None,
-        accumulate: int = 1,
         role: Role | str = Role.ACTOR,
     ) -> None:
         self.worker = worker
@@ -60,7 +58,6 @@ class RoleTrainer:
         self.loss_agg_mode = loss_agg_mode
         self.loss_agg_norm = loss_agg_norm
         self.loss_agg_units: Literal["trained", "all"] = "trained"
-        self.accumulate = accumulate
         self.entropy = False
         self.constants: frozenset[str] = frozenset()
         self.scores = False
@@ -218,7 +215,7 @@ class RoleTrainer:
         selected = batch if select is None else batch.select(select(batch))
         reductions = self._reductions(batch)
         metrics = self.worker.forward_backward(selected, self.loss, **self._loss_options, reductions=reductions)
-        metrics = merge(_per_update(metrics), self.worker.optim_step())
+        metrics = merge(per_update(metrics), self.worker.optim_step())
         if metrics["optim/skipped"].value:
             self._log_skipped(metrics)
         else:
@@ -255,31 +252,6 @@ class RoleTrainer:
                 f"{lower_lr_advice(self.role)}. Check the rewards and the loss for huge values too"
             )
 
-    def update_all(self, batches: Iterable[Any]) -> Metrics:
-        """Takes one optimizer step for every `accumulate` batches of a data set, and a last one for the remainder.
-
-        Raises: DataError: there is no batch.
-        """
-        metrics: Metrics = {}
-        accumulated: list[TokenBatch] = []
-        for item in _check_batches(batches):
-            accumulated.append(self._check_batch(item))
-            if len(accumulated) == self.accumulate:
-                metrics = merge(metrics, self.update(TokenBatch.cat(accumulated)))
-                accumulated = []
-        if accumulated:
-            return merge(metrics, self.update(TokenBatch.cat(accumulated)))
-        if not metrics:
-            raise DataError("the data set has no batch, so nothing would be updated; give at least one")
-        return metrics
-
-    def evaluate(self, batches: Iterable[Any]) -> Metrics:
-        """Computes the loss and its metrics over a data set, without an update."""
-        metrics: Metrics = {}
-        for item in _check_batches(batches):
-            metrics = merge(metrics, _per_update(self.evaluate_batch(self._check_batch(item))))
-        return metrics
-
     def evaluate_batch(self, batch: TokenBatch) -> Metrics:
         """Computes the loss and its metrics on a batch.
 
@@ -290,13 +262,6 @@ class RoleTrainer:
         metrics = self.worker.evaluate(batch, self.loss, **self._loss_options, reductions=self._reductions(batch))
         return self._prefixed(metrics)
 
-    def _check_batch(self, item: Any) -> TokenBatch:
-        """Returns an item of a data set. Raises DataError: it is not a batch, or its ids are not the model's."""
-        if not isinstance(item, TokenBatch):
-            raise DataError(f"expected a TokenBatch, got {type(item).__name__}; make one by TokenBatch.from_groups")
-        loaded = self.worker.loaded
-        return check_ids(item, loaded.num_ids, loaded.name)
-
 
 def check_ids(batch: TokenBatch, num_ids: int, name: str) -> TokenBatch:
     """Returns the batch. Raises DataError for a token id that the model does not have. Args: name: the model's."""
@@ -304,15 +269,6 @@ def check_ids(batch: TokenBatch, num_ids: int, name: str) -> TokenBatch:
     if highest >= num_ids:
         raise DataError(f"token id {highest} is outside the {num_ids} ids that {name} knows; take its own tokenizer")
     return batch
-
-
-def _check_batches(batches: Any) -> Iterable[Any]:
-    """Returns a data set of batches. Raises DataError for a single batch, or a mapping of its arrays."""
-    if isinstance(batches, Mapping | TokenBatch) or not isinstance(batches, Iterable):
-        raise DataError(
-            f"expected batches, one for each mini-batch, got {type(batches).__name__}; give a list, e.g. [batch]"
-        )
-    return batches
 
 
 def lower_lr_advice(role: Role = Role.ACTOR) -> str:
@@ -329,6 +285,6 @@ def lower_lr_advice(role: Role = Role.ACTOR) -> str:
     )
 
 
-def _per_update(metrics: Metrics) -> Metrics:
+def per_update(metrics: Metrics) -> Metrics:
     """Turns sums over one mini-batch (the loss, and metrics weighted like it) into means over mini-batches."""
     return {n: Mean(m.value) if isinstance(m, Sum) else m for n, m in metrics.items()}

@@ -26,7 +26,7 @@ from whet.models.backends import training_backends
 from whet.models.fast_layers import FastLayers
 from whet.models.forward import TeacherTarget, head_states, token_stats
 from whet.models.loaded_model import LoadedModel
-from whet.models.lora_layers import base_weights
+from whet.models.lora_layers import merged_weights
 from whet.models.quantized import cast_parameters, quantized_layer_names
 from whet.ops import LogitsProcessors, aggregate, segment_count
 from whet.packing.bin_packing import model_cost
@@ -547,7 +547,7 @@ class ModelWorker:
         out, since it is not a part of the language model.
         """
         besides = self.loaded.score_head if self.loaded.lm_head.kind != "none" else None
-        weights = base_weights(self.module)
+        weights = merged_weights(self.module)
         for name, w in weights:
             if besides is None or name != "score.weight":
                 yield name, w.to(self.dtype) if is_sharded(w) else w  # trained shards are fp32

@@ -65,6 +65,10 @@ def test_the_command(tmp_path, capsys):
     assert main(["compare", "--html", str(a), str(b), f"out={page}"]) == 0
     assert capsys.readouterr().out.endswith(f"open it in a browser: {page.as_uri()}\n")
     text = page.read_text()
+    assert main(["compare", str(a), str(make_run(tmp_path / "a1", seed=1))]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "a, a1 differ only in the seed: mean ± standard deviation (runs)"
+    assert shown[-5].split() == ["reward", "0.2", "±", "0", "(2)"]
     assert '<th>actor.lr</th><td class="n">0.1</td><td class="n">0.2</td>' in text and "<p>no difference</p>" in text
     assert main(["compare", str(a), str(b), "--html", f"out={a}"]) == 2
     assert "the page can't be written" in capsys.readouterr().err

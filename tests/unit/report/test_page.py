@@ -190,6 +190,37 @@ def test_smoothing_and_axis_redraw_the_curves(page):
     assert "60k" in page.locator(".plot svg").first.text_content()
 
 
+def test_a_curve_can_be_made_large_and_a_part_of_it_and_of_the_runs_be_shown_alone(page):
+    page.click("button:text-is('reward')")
+    large = page.locator(".plot.large svg")
+    assert large.bounding_box()["width"] > 1000 and page.evaluate("document.activeElement.textContent") == "reward"
+    page.keyboard.press("Enter")
+    assert large.count() == 0
+    box = page.locator(".plot svg").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 30)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + 30)
+    page.mouse.up()
+    fields = [page.input_value(f"input[aria-label='{end} on the horizontal axis']") for end in ("from", "to")]
+    assert 150 < int(fields[0]) < 250 and 400 < int(fields[1]) < 500
+    assert page.locator(".plot svg").first.text_content().endswith(fields[1])
+    page.select_option(".bar select", "tokens")
+    assert page.input_value("input[aria-label='to on the horizontal axis']") == ""
+    paths = page.locator(".plot").first.locator("path.smooth")
+    linear = paths.first.get_attribute("d")
+    assert paths.count() == 2
+    page.click("button[aria-label='run b']")
+    assert paths.count() == 1 and page.evaluate("document.activeElement.textContent") == "b"
+    assert page.locator(".tile b").first.inner_text() == "a"
+    page.click("button[aria-label='run a']")
+    assert paths.count() == 1  # one stays
+    page.click("button[aria-label='run b']")
+    entropy = page.locator(".plot", has_text="entropy").locator("svg")
+    page.check("input[aria-label='logarithmic']")
+    assert paths.first.get_attribute("d") == linear  # some rewards are below 0
+    assert {"1", "0.1", "0.01"} <= set(entropy.locator("text").all_text_contents())
+
+
 def test_filters_and_orders_of_completions(page):
     page.goto(page.url.partition("#")[0] + "#completions/0-train-000600")
     page.wait_for_selector(".group")
@@ -361,10 +392,12 @@ def test_the_live_page_draws_new_rows(browser, tmp_path):
         page = browser.new_page()
         page.goto(f"http://127.0.0.1:{server.server_address[1]}/")
         assert page.inner_text(".tile b >> nth=0") == "2"
+        page.focus("button[aria-label='reward, large']")
         metrics.write_text(row(1) + row(2) + row(3))
         page.wait_for_selector(".tile b:text-is('3')")
         metrics.write_text(row(1))  # resumed from its first step
         page.wait_for_selector(".tile b:text-is('1')")
         assert page.inner_text("#live") == "live"
+        assert page.evaluate("document.activeElement.textContent") == "reward"
         server.shutdown()
         page.close()

@@ -21,6 +21,7 @@ from whet.train.memory_plan import (
     GB,
     MAX_TOKENS,
     RESERVE,
+    VLLM_BYTES,
     choose_settings,
     choose_tokens,
     longest_row,
@@ -126,6 +127,26 @@ def test_a_cache_is_what_the_plan_says(tmp_path):
     plan = plan_memory(config, sizes)
     (part,) = [p for p in plan.parts if p.name.startswith("KV")]
     assert part.name == "KV cache, 2,000 tokens" and part.rollout == 2000 * 3 * 2 * 2 * 8 * 2 and part.update == 0
+
+
+def test_vllm_has_weights_of_its_own_and_a_cache_in_tokens(tmp_path):
+    lengths = ["rollout.max_prompt_length=64", "rollout.max_tokens_to_generate=64", "rollout.max_batch_size=4"]
+    words = [f"model={save_config(tmp_path)}", "rollout_engine=vllm", *lengths]
+    config = load_run(words)
+    sizes = measure_model(config.actor, trained=True)
+    parts = {part.name: (part.rollout, part.update) for part in plan_memory(config, sizes).parts}
+    assert parts["weights of vLLM"] == (2.0 * sizes.parameters, 0.0)
+    assert parts["workspace and graphs of vLLM"] == (VLLM_BYTES, VLLM_BYTES / 2)
+    assert choose_settings(config, 24 * GB).rollout.kv_cache_tokens == 4 * 128
+    share = load_run([*words, "rollout.vllm.hbm_utilization=0.3"])
+    assert choose_settings(share, 24 * GB).rollout.kv_cache_tokens is None
+
+
+def test_the_head_holds_chunks_of_logits(tmp_path):
+    sizes = measure_model(RoleConfig(model=qwen3(tmp_path / "m", "0.6B")), trained=True)
+    rows = {n: (sizes.logits(n) - 4 * sizes.largest) / (3 * 4 * 151_936) for n in (16_384, 4096, 300)}
+    assert rows == {16_384: 2048, 4096: 1024, 300: 164}
+    assert measure_model(RoleConfig(model=save_config(tmp_path)), trained=False, scores=True).logits(300) == 0
 
 
 def test_settings_that_fit_are_found_and_named(tmp_path):

@@ -132,7 +132,7 @@ function completionsTab() {
   const part = el("section"), files = whet.runs.flatMap((run, i) => run.completions.map(f => ({ ...f, run, i })));
   if (!files.length) return el("p", { class: "dim", text: "The run folder has no completions." });
   let at = files.findIndex(f => f.key === whet.view.file);
-  if (at < 0) at = files.findLastIndex ? files.findLastIndex(f => f.mode === "train") : files.length - 1;
+  if (at < 0) at = files.findLastIndex(f => f.mode === "train" && f.i === files[0].i); // of the run in front
   if (at < 0) at = files.length - 1;
   const file = files[at], list = el("div"), count = el("span", { class: "dim count", role: "status" });
   const ends = el("select", { "aria-label": "finish reason", onchange: () => filter("end")(ends.value) });
@@ -286,7 +286,7 @@ function itemCard(i, g, found, { step, file, search }) {
     el("header", {},
       el("b", { text: `reward ${Number.isNaN(reward) ? "none" : short(reward)}` }),
       Number.isNaN(advantage) ? null : el("span", { class: sign, text: `advantage ${advantage > 0 ? "+" : ""}${short(advantage)}` }),
-      el("span", { class: "dim", text: `${step.n[i]} tokens` }),
+      el("span", { class: "dim", text: `${step.n[i]} token${step.n[i] === 1 ? "" : "s"}` }),
       end === "stop" ? null : el("span", { class: "bad", text: `ended by ${end}` }),
       item.s && Object.keys(item.s).length > 1 ? el("span", { class: "dim", title: "seconds that the episode waited for each", text: Object.entries(item.s).map(([name, s]) => `${name} ${seconds(s)}`).join(", ") }) : null,
       functions ? el("span", { class: "dim", text: functions }) : null),

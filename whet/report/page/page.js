@@ -40,14 +40,14 @@ const PANELS = [ // title, metrics (the first that a run has), what it is, lowes
 ];
 const PHASES = { data: "#6c8ecb", rollout: "#4c78a8", rewards: "#f2a541", scoring: "#8e6bbf", update: "#3aa675", weight_sync: "#9aa3ad", eval: "#d0708f", checkpoint: "#a6763c" };
 const OTHER_COLORS = ["#5fb3b3", "#c17fd0", "#7f9a3d", "#d98c5f"];
-const W = 290, H = 128, LEFT = 50, RIGHT = 6, TOP = 8, BOTTOM = 18;
+const SMALL = [290, 128], LEFT = 50, RIGHT = 6, TOP = 8, BOTTOM = 18;
 const SVG = "http://www.w3.org/2000/svg";
 
 const PARTS = 200; // parts of completions that are held
 
 const whet = {
   data: {}, waiting: {}, held: [], steps: {}, runs: [],
-  view: { tab: "overview", smooth: 0.8, x: "step", all: "", file: null, sort: "row", colour: "logprob", text: "", low: "", high: "", short: "", long: "", end: "", target: null },
+  view: { tab: "overview", smooth: 0.8, x: "step", from: "", to: "", log: false, hidden: new Set(), large: new Set(), open: new Set(["step"]), all: "", file: null, sort: "row", colour: "logprob", text: "", low: "", high: "", short: "", long: "", end: "", target: null },
   receive(key, text) { // JSON, or lines of it: a browser reads a text several times as fast as the same data as a program
     const value = this.data[key] = key.includes(".") ? text.split("\n") : JSON.parse(text);
     if (key.includes(".")) this.held.push(key);
@@ -117,7 +117,7 @@ const whet = {
         run.warnings = found.warnings;
       }
       document.getElementById("live").textContent = "live";
-      if (changed && this.view.tab !== "completions") this.draw();
+      if (changed && this.view.tab !== "completions") this.redraw();
     } catch (error) {
       document.getElementById("live").textContent = "not reached: the page shows what it had";
     }
@@ -140,6 +140,12 @@ const whet = {
       button.tabIndex = id === this.view.tab ? 0 : -1;
     }
     document.getElementById("main").replaceChildren(TABS[this.view.tab].draw());
+  },
+  redraw() { // with the focus where it was
+    const name = node => (node.getAttribute("aria-label") || "").split(":")[0], focused = name(document.activeElement);
+    this.draw();
+    const again = focused && [...document.querySelectorAll("#main [aria-label]")].find(node => name(node) === focused);
+    if (again) again.focus({ preventScroll: true });
   },
 };
 
@@ -173,7 +179,8 @@ function svg(name, attributes = {}, text) {
 function short(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
-  if (size >= 1e9 || (size < 1e-3 && size > 0)) return value.toExponential(1);
+  if (size >= 1e12 || (size < 1e-3 && size > 0)) return value.toExponential(1);
+  if (size >= 1e9) return `${Number((value / 1e9).toPrecision(3))}G`;
   if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
   if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
   return String(Number(value.toPrecision(3)));
@@ -253,31 +260,44 @@ function appendRows(metrics, found) { // whether there are any
 // ---- one chart -----------------------------------------------------------------------------------------------------
 
 function chart(title, names, help, floor) {
-  const lines = [];
+  const lines = [], v = whet.view, large = v.large.has(title), from = v.from === "" ? -Infinity : Number(v.from), to = v.to === "" ? Infinity : Number(v.to);
+  const [W, H] = large ? [Math.max(SMALL[0], document.getElementById("main").clientWidth - 70), 400] : SMALL;
+  const seen = points => points.filter(([x]) => x >= from && x <= to);
   whet.runs.forEach((run, i) => {
+    if (v.hidden.has(i)) return;
     for (const mode of ["train", "eval"]) {
       if (names[0] === "loss" && column(run, mode, "reward") || names[0] === "frac_reward_zero_std" && mode === "eval") continue;
-      const name = names.find(n => series(run, mode, n).length);
-      if (name) lines.push({ run, i, mode, name, points: series(run, mode, name) });
+      const name = names.find(n => seen(series(run, mode, n)).length);
+      if (!name) continue;
+      const points = series(run, mode, name), smooth = mode === "train" && v.smooth > 0 ? smoothed(points, v.smooth) : points;
+      lines.push({ run, i, mode, name, points: seen(points), smooth: seen(smooth) });
     }
   });
   if (!lines.length) return null;
-  const box = el("div", { class: "plot" }), value = el("span");
-  box.append(el("header", {}, el("b", { text: title, title: [help, lines[0].name].filter(Boolean).join("\n") }), value));
-  const smooth = whet.view.smooth;
-  for (const line of lines) line.smooth = line.mode === "train" && smooth > 0 ? smoothed(line.points, smooth) : line.points;
+  const box = el("div", { class: large ? "plot large" : "plot" }), value = el("span"), smooth = v.smooth;
+  const heading = el("button", { text: title, title: [help, lines[0].name, large ? "a click makes it small" : "a click makes it large"].filter(Boolean).join("\n"), "aria-label": `${title}, ${large ? "small" : "large"}`, "aria-pressed": String(large) });
+  heading.onclick = () => {
+    if (large) v.large.delete(title); else v.large.add(title);
+    const other = chart(title, names, help, floor);
+    box.replaceWith(other);
+    other.querySelector("button").focus();
+  };
+  box.append(el("header", {}, heading, value));
+  const unit = /^memory\/|^perf\/peak_memory$/.test(lines[0].name) ? "B" : "", number = value => short(value) + unit;
   const errorAt = (line, step) => line.mode === "eval" && ["reward", "accuracy"].includes(line.name) && evalError(line.run, step) || 0;
   const xs = lines.flatMap(l => [l.points[0][0], last(l.points)[0]]);
   const ys = lines.flatMap(l => l.points.flatMap(([, v, step]) => { const error = errorAt(l, step); return error ? [v - error, v + error] : [v]; }));
   const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
-  const [low, high] = range(ys, floor);
+  const least = Math.min(...ys.filter(y => y > 0)), log = v.log && Math.min(...ys) >= 0 && least < Infinity;
+  const scale = log ? y => Math.log10(Math.max(y, least)) : y => y;
+  const [low, high] = log ? range(ys.map(scale)) : range(ys, floor);
   const x = v => LEFT + (x1 > x0 ? (v - x0) / (x1 - x0) : .5) * (W - LEFT - RIGHT);
-  const y = v => H - BOTTOM - (Math.min(Math.max(v, low), high) - low) / (high - low) * (H - BOTTOM - TOP);
+  const y = v => H - BOTTOM - (Math.min(Math.max(scale(v), low), high) - low) / (high - low) * (H - BOTTOM - TOP);
   const path = points => thinned(points).map(([a, b], i) => `${i ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("");
   const drawing = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", tabindex: 0, "aria-label": `${title}: ${lines.map(l => `${l.run.name} ${l.mode} last ${short(last(l.points)[1])}`).join(", ")}` });
-  for (const tick of ticks(low, high)) {
+  for (const tick of (log ? decades : ticks)(low, high, large ? 8 : 3)) {
     drawing.append(svg("line", { class: "axis", x1: LEFT, x2: W - RIGHT, y1: y(tick), y2: y(tick) }));
-    drawing.append(svg("text", { x: LEFT - 4, y: y(tick) + 3, "text-anchor": "end" }, short(tick)));
+    drawing.append(svg("text", { x: LEFT - 4, y: y(tick) + 3, "text-anchor": "end" }, number(tick)));
   }
   drawing.append(svg("text", { x: LEFT, y: H - 4 }, short(x0)), svg("text", { x: W - RIGHT, y: H - 4, "text-anchor": "end" }, short(x1)));
   for (const line of lines) {
@@ -297,7 +317,7 @@ function chart(title, names, help, floor) {
     }
   }
   const shown = lines.filter(l => l.mode === "train").length ? lines.filter(l => l.mode === "train") : lines;
-  const values = numbers => value.append(...shown.map((l, k) => el("i", { class: "value", style: shown.length > 1 ? `color:${colourOf(l.i)}` : null, text: short(numbers[k]) })));
+  const values = numbers => value.append(...shown.map((l, k) => el("i", { class: "value", style: shown.length > 1 ? `color:${colourOf(l.i)}` : null, text: number(numbers[k]) })));
   const rest = () => { value.replaceChildren(); values(shown.map(l => last(l.smooth)[1])); };
   const cursor = svg("line", { class: "cursor", y1: TOP, y2: H - BOTTOM, visibility: "hidden" });
   drawing.append(cursor);
@@ -312,7 +332,16 @@ function chart(title, names, help, floor) {
   const open = step => openStep(shown[0].run, shown[0].mode, step);
   drawing.onpointermove = event => point(nearest(place(event)));
   drawing.onpointerleave = drawing.onblur = () => { cursor.setAttribute("visibility", "hidden"); rest(); };
-  drawing.onclick = event => open(nearest(place(event))[0][2]);
+  let pressed = 0;
+  const xAt = at => x0 + (at - LEFT) / (W - LEFT - RIGHT) * (x1 - x0);
+  drawing.onpointerdown = event => { pressed = place(event); };
+  drawing.onclick = event => { // a click opens the step, and a drag shows what it has passed over
+    const released = place(event), [a, b] = [pressed, released].sort((a, b) => a - b).map(xAt);
+    if (Math.abs(released - pressed) < 8) return open(nearest(released)[0][2]);
+    const round = at => v.x === "hours" ? at.toPrecision(4) : String(Math.round(at));
+    [v.from, v.to] = [round(a), round(b)];
+    whet.redraw();
+  };
   let at = shown[0].points.length; // where the arrow keys are
   drawing.onkeydown = event => {
     const points = shown[0].points, step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
@@ -337,11 +366,25 @@ function range(values, floor) { // the axis: all values, but for single spikes f
   return high > low ? [low, high] : [low - (Math.abs(low) / 10 || .5), high + (Math.abs(high) / 10 || .5)];
 }
 
-function ticks(low, high) { // two to five round numbers from low to high
-  const rough = (high - low) / 3, power = 10 ** Math.floor(Math.log10(rough));
+function ticks(low, high, count) { // some round numbers from low to high: two to five for a count of 3
+  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
   const size = [1, 2, 2.5, 5, 10].map(f => f * power).filter(f => f <= rough).pop() || power, found = [];
   for (let i = Math.ceil(low / size - 1e-9); i * size <= high + 1e-9 * size; i++) found.push(i * size);
-  return found.filter((_, i) => found.length < 6 || i % 2 === 0);
+  return found.filter((_, i) => found.length < 2 * count || i % 2 === 0);
+}
+
+function decades(low, high, count) { // 1, 2, 5, 10 ... from 10 ** low to 10 ** high, or powers of ten alone
+  const all = [], powers = [];
+  for (let k = Math.floor(low); k <= high; k++) {
+    for (const digit of [1, 2, 5]) {
+      const value = Number(`${digit}e${k}`), place = Math.log10(value);
+      if (place < low - 1e-9 || place > high + 1e-9) continue;
+      all.push(value);
+      if (digit === 1) powers.push(value);
+    }
+  }
+  if (all.length < 2) return ticks(10 ** low, 10 ** high, count);
+  return all.length < 2 * count ? all : powers.filter((_, i) => i % Math.ceil(powers.length / (2 * count)) === 0);
 }
 
 function openStep(run, mode, step) { // the completions nearest to a step, of its mode if there are any
@@ -355,14 +398,20 @@ function openStep(run, mode, step) { // the completions nearest to a step, of it
 
 function legend() {
   if (whet.runs.length < 2) return null;
-  return el("div", { class: "runs" }, ...whet.runs.map((run, i) => el("span", {}, el("i", { class: "swatch", style: `background:${colourOf(i)}` }), run.name)));
+  const { hidden } = whet.view;
+  const toggle = i => { if (hidden.has(i)) hidden.delete(i); else if (hidden.size < whet.runs.length - 1) hidden.add(i); whet.redraw(); };
+  return el("div", { class: "runs" }, ...whet.runs.map((run, i) => el("button", { title: "show or hide this run", "aria-label": `run ${run.name}`, "aria-pressed": String(!hidden.has(i)), onclick: () => toggle(i) }, el("i", { class: "swatch", style: `background:${colourOf(i)}` }), run.name)));
 }
 
 function plotControls(redraw) {
   const slider = el("input", { type: "range", min: 0, max: .99, step: .01, value: whet.view.smooth, "aria-label": "smoothing" });
   slider.oninput = () => { whet.view.smooth = Number(slider.value); redraw(); };
-  const x = selected([["step", "steps"], ["tokens", "tokens"], ["hours", "hours"]], whet.view.x, v => { whet.view.x = v; redraw(); }, "horizontal axis");
-  return el("div", { class: "bar" }, el("label", {}, "smoothing ", slider), el("label", {}, "over ", x), el("span", { class: "dim", text: "dots: evaluations · a click, or Enter after the arrow keys, opens the step's completions" }));
+  const x = selected([["step", "steps"], ["tokens", "tokens"], ["hours", "hours"]], whet.view.x, v => { Object.assign(whet.view, { x: v, from: "", to: "" }); whet.redraw(); }, "horizontal axis");
+  const field = (name, placeholder) => { const input = el("input", { type: "number", step: "any", min: 0, placeholder, "aria-label": `${placeholder} on the horizontal axis`, value: whet.view[name] }); input.onchange = () => { whet.view[name] = input.value; redraw(); }; return input; };
+  const log = el("input", { type: "checkbox", checked: whet.view.log, "aria-label": "logarithmic" });
+  log.onchange = () => { whet.view.log = log.checked; redraw(); };
+  return el("div", { class: "bar" }, el("label", {}, "smoothing ", slider), el("label", {}, "over ", x, " ", field("from", "from"), " ", field("to", "to")), el("label", {}, log, " logarithmic"),
+    el("span", { class: "dim", text: "dots: evaluations · a click, or Enter after the arrow keys, opens the step's completions; a drag shows these steps alone" }));
 }
 
 function overview() {
@@ -384,13 +433,14 @@ function rewardPanels() { // one for each reward function, if a run has several
 }
 
 function tiles() {
-  const run = whet.runs[0], box = el("div", { class: "tiles" });
+  const run = whet.runs.find((_, i) => !whet.view.hidden.has(i)), box = el("div", { class: "tiles" });
   const tile = (name, text, help) => box.append(el("div", { class: "tile", title: help }, el("span", { text: name }), el("b", { text })));
   const first = run.metrics.train.steps.length ? "train" : "eval";
+  if (whet.runs.length > 1) tile("run", run.name);
   tile("steps", String(last(run.metrics[first].steps)));
   for (const [mode, name] of [["eval", "accuracy"], ["eval", "reward"], ["eval", "loss"], ["train", "reward"], ["train", "loss"]]) {
     const points = series(run, mode, name);
-    if (!points.length || box.children.length > 2) continue;
+    if (!points.length || box.children.length > (whet.runs.length > 1 ? 3 : 2)) continue;
     if (name === "reward" && column(run, mode, "accuracy")) continue;
     const tenth = mode === "eval" ? 1 : Math.ceil(points.length / 10), mean = some => some.reduce((a, p) => a + p[1], 0) / some.length;
     tile(mode === "eval" ? `held-out ${name}` : name, `${short(mean(points.slice(0, tenth)))} → ${short(mean(points.slice(-tenth)))}`, tenth > 1 ? `Means of the first and the last ${tenth} steps` : null);
@@ -420,9 +470,12 @@ function allMetrics() {
       (groups[group] = groups[group] || []).push(name);
     }
     box.replaceChildren(...Object.entries(groups).map(([group, members]) => {
-      const details = el("details", { open: whet.view.all !== "" || group === "step" }, el("summary", { text: `${group} (${members.length})` }));
+      const details = el("details", { open: whet.view.all !== "" || whet.view.open.has(group) }, el("summary", { text: `${group} (${members.length})` }));
       const fill = () => { if (details.open && details.children.length === 1) details.append(el("div", { class: "plots" }, ...members.map(name => chart(name, [name], "")))); };
-      details.ontoggle = fill;
+      details.ontoggle = () => {
+        if (whet.view.all === "") whet.view.open[details.open ? "add" : "delete"](group);
+        fill();
+      };
       fill();
       return details;
     }));
