@@ -130,6 +130,7 @@ def test_vllm_is_built_from_the_rollout_configuration():
         "max_num_batched_tokens": 64,
         "async_scheduling": True,
         "gpu_memory_utilization": 0.5,
+        "kv_cache_memory_bytes": 20 * 16 * 9,
         "num_gpu_blocks_override": 20,
         "block_size": 32,
         "additional_config": {"x": 1},

@@ -66,7 +66,7 @@ def engine(held, policy):
     made = held[-1]
     announce(made, policy, 0)
     yield made
-    made.abort(list(made._flights))
+    made.abort(list(made._in_flight))
     made.wake()
 
 

@@ -4,17 +4,21 @@ import importlib.metadata
 import importlib.util
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import cluster
+from tiny import requests
 
 from whet.config import RolloutConfig
 from whet.errors import EngineError
 from whet.rollout import check_engine
+from whet.rollout.base import EngineStats, Sampling
 from whet.rollout.choose import choose_engine
 from whet.rollout.vllm import TESTED, VLLMEngine
 
 CUDA = torch.device("cuda")
+KINDS = SimpleNamespace(DELTA="delta", FINAL_ONLY="final")
 
 
 class LLM:
@@ -56,6 +60,77 @@ def test_weights_come_between_the_memory_for_them_and_that_for_the_cache():
         *("reload_weights: 2", "wake kv_cache", "drop", "reload_weights: 2", "drop"),
     ]
     assert engine.step() == []
+
+
+class Core:
+    """vLLM's engine: draws 10, 11, ... for each request, and keeps what it does not return yet."""
+
+    def __init__(self):
+        self.request_states, self.external_req_ids, self.returned = {}, {}, 0
+        self.output_processor = self
+
+    def add_request(self, name, prompt, params):
+        drawn = SimpleNamespace(output_token_ids=[])
+        logprobs = SimpleNamespace(logprobs=SimpleNamespace(logprobs=[]))
+        state = SimpleNamespace(name=name, detokenizer=drawn, logprobs_processor=logprobs, params=params)
+        self.request_states["internal-" + name], self.external_req_ids[name] = state, ["internal-" + name]
+
+    def abort_request(self, names):
+        for name in names:
+            del self.request_states[self.external_req_ids.pop(name)[0]]
+
+    def step(self):
+        outputs = []
+        for state in list(self.request_states.values()):
+            tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs
+            tokens.append(10 + len(tokens))
+            logprobs.append(-float(len(tokens)))
+            done = len(tokens) == state.params.max_tokens
+            if done or state.params.output_kind == KINDS.DELTA:
+                start = 0 if state.params.output_kind == KINDS.FINAL_ONLY else len(tokens) - 1
+                new = {"token_ids": tokens[start:], "logprobs": SimpleNamespace(logprobs=logprobs[start:])}
+                output = SimpleNamespace(**new, finish_reason="length" if done else None)
+                outputs.append(SimpleNamespace(request_id=state.name, outputs=[output], num_cached_tokens=0))
+            if done:
+                self.abort_request([state.name])
+        self.returned += len(outputs)
+        return outputs
+
+
+def test_a_request_is_read_once_and_what_it_drew_before_where_that_is_needed(monkeypatch):
+    engine, core = object.__new__(VLLMEngine), Core()
+    monkeypatch.setattr(VLLMEngine, "_check_requests", lambda *a, **k: None)
+    monkeypatch.setattr(VLLMEngine, "update", lambda self, version: (self._record_drawn(self._in_flight), setattr(
+        self, "version", version)))  # fmt: skip
+    engine._vllm = SimpleNamespace(
+        SamplingParams=SimpleNamespace, sampling_params=SimpleNamespace(RequestOutputKind=KINDS)
+    )
+    engine._llm, engine._extra, engine._in_flight, engine._done = SimpleNamespace(llm_engine=core), {}, {}, []
+    engine._decode, engine._stats, engine.version, engine._asleep, engine._has_weights = (
+        None,
+        EngineStats(),
+        1,
+        False,
+        True,
+    )
+    work = requests([np.array([5, 6, 7])] * 3, Sampling(max_tokens=6))
+    engine.submit(work)
+    for _ in range(2):
+        engine._step_vllm()
+    assert engine.stats().live == 3 and core.returned == 0
+    assert engine.peek([0])[0].tokens.tolist() == [10, 11]
+    engine.update(2)
+    engine._step_vllm()
+    (gone,) = engine.abort([2])
+    assert (gone.tokens.tolist(), gone.versions.tolist()) == ([10, 11, 12], [1, 1, 2])
+    done = engine.step() + engine.step()
+    assert [o.tokens.tolist() for o in done] == [[*range(10, 16)]] * 2 and core.returned == 2
+    assert [o.versions.tolist() for o in done] == [[1, 1, 2, 2, 2, 2]] * 2
+    assert [o.logprobs.tolist() for o in done] == [[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]] * 2
+    assert (engine.stats().generated, engine.stats().row_steps, engine.stats().in_flight) == (15, 15, 0)
+    engine._decode = lambda ids: "".join(chr(97 + i - 10) for i in ids)
+    engine.submit(requests([np.array([5])], Sampling(max_tokens=6, stop=("c",))))  # whet finds its end
+    assert engine.step()[0].tokens.tolist() == [10, 11, 12] and not core.request_states
 
 
 @pytest.fixture

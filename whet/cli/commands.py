@@ -179,7 +179,7 @@ def make_rl_learner(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     config = resolved.config
     check_rewards(config, resolved.train, resolved.evaluation)
     check_teacher_used(config)
-    config = _with_memory_plan(_with_engine(config))
+    config = _with_engine_that_fits(config)
     algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
     reference = None
     if algo.beta or algo.force_compute_kl:
@@ -215,9 +215,21 @@ def _with_engine(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, rollout_engine=choose_engine(config.rollout, device=device, **options))
 
 
+def _with_engine_that_fits(config: RunConfig) -> RunConfig:
+    """Chooses engine and memory; "auto" is the embedded engine where the plan with vLLM does not fit."""
+    chosen = _with_engine(config)
+    try:
+        return _with_memory_plan(chosen)
+    except ConfigError as error:
+        if config.rollout_engine != AUTO or chosen.rollout_engine != "vllm":
+            raise
+        log.info("rollout_engine auto: embedded, since with vllm %s", error)
+        return _with_memory_plan(dataclasses.replace(config, rollout_engine="embedded"))
+
+
 def _with_memory_plan(config: RunConfig) -> RunConfig:
-    """Sets what is open to what fits the GPU of each process, where the embedded engine samples."""
-    if config.rollout_engine != "embedded":
+    """Sets what is open to what fits the GPU of each process, where the embedded engine or vLLM samples."""
+    if config.rollout_engine not in ("embedded", "vllm"):
         return config
     memory, num_processes = memory_of_gpus(config.trainer)
     return config if memory is None else choose_settings(config, memory, num_processes)

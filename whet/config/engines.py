@@ -14,14 +14,15 @@ __all__ = ["SGLangOptions", "VLLMOptions"]
 class VLLMOptions:
     """Options of vLLM; only rollout_engine "vllm" reads them.
 
-    >>> VLLMOptions(max_num_seqs=64).hbm_utilization
-    0.2
+    >>> VLLMOptions(max_num_seqs=64).logprobs_mode
+    'processed_logprobs'
     """
 
     model_version: Text = ""
     """Folder or hub name of the model configuration; "" = the actor's. The weights always come from the actor."""
-    hbm_utilization: Float = 0.2
-    """Share of the GPU's memory for the engine; on a CPU, share of the host's memory for its KV cache."""
+    hbm_utilization: Float | None = None
+    """Share of the GPU's memory for the engine; None = half of what is free, or what kv_cache_tokens needs. On a CPU,
+    share of the host's memory for its KV cache; None = 0.2."""
     async_scheduling: Bool = False
     """Schedule the next step while the current one runs."""
     logprobs_mode: Name = "processed_logprobs"

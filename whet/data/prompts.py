@@ -25,6 +25,7 @@ from whet.data.row_schema import (
 )
 from whet.data.template_check import RenderedText, find_changed_text
 from whet.data.templates import ChatTemplate
+from whet.data.tokenizer import encode_texts
 from whet.errors import ConfigError, DataError, format_value, lookup_error, nearest
 from whet.types import Message, Prompt
 
@@ -86,15 +87,15 @@ def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None,
     )
 
 
-class _PromptText(NamedTuple):
-    """The prompt of a row before it is tokenised. Example: _PromptText(7, "2+2=", {"answer": 4}, "2+2=")."""
+class _PromptRow(NamedTuple):
+    """The prompt of a row before it is rendered. Example: _PromptRow(7, "2+2=", {"answer": 4}, {})."""
 
     number: int
     source: str | list[Message]
     columns: dict[str, Any]
     """The other columns."""
-    text: str
-    """The text to tokenise."""
+    options: dict[str, Any]
+    """Arguments of the chat template."""
 
 
 class PromptEncoder:
@@ -211,8 +212,7 @@ class PromptEncoder:
         """
         if isinstance(row, Prompt):
             return self._apply_limit(row)
-        text = self._render_row(row, number)
-        return self._make_prompt(text, self._tokenize([text])[0])
+        return self.encode_batch([row], number)[0]
 
     def encode_batch(self, rows: Sequence[Any], first: int = 0) -> list[Prompt | None]:
         """Encodes several rows with one call of the tokenizer; the results are those of one row after the other.
@@ -220,17 +220,25 @@ class PromptEncoder:
         Args: rows: see `__call__`. first: the index of the first row in the data set.
         Raises: see `__call__`; the error is that of the first wrong row.
         """
-        texts: list[_PromptText] = []
+        read: list[_PromptRow] = []
+        texts: list[str] = []
         error = None
-        for number, row in enumerate(rows, first):
-            if isinstance(row, Prompt):
-                continue
-            try:
-                texts.append(self._render_row(row, number))
-            except Exception as exception:  # raised below: an earlier row may be wrong too
-                error = exception
-                break
-        encoded = {t.number: self._make_prompt(t, ids) for t, ids in zip(texts, self._tokenize(texts), strict=True)}
+        try:
+            for number, row in enumerate(rows, first):
+                if not isinstance(row, Prompt):
+                    read.append(self._read_row(row, number))
+        except Exception as exception:  # raised below: an earlier row may be wrong too
+            error = exception
+        rendered = self._render_together(read)
+        try:
+            for one in read:
+                texts.append(self._make_text(one, rendered.get(one.number)))
+        except Exception as exception:
+            error = exception
+        encoded = {
+            one.number: self._make_prompt(one, ids)
+            for one, ids in zip(read, self._tokenize(read[: len(texts)], texts), strict=False)
+        }
         if error is not None:
             raise error
         return [
@@ -238,8 +246,8 @@ class PromptEncoder:
             for number, row in enumerate(rows, first)
         ]
 
-    def _render_row(self, row: Any, number: int) -> _PromptText:
-        """Returns the prompt of a row, and the text to tokenise."""
+    def _read_row(self, row: Any, number: int) -> _PromptRow:
+        """Returns the prompt of a row."""
         if not isinstance(row, Mapping):
             raise DataError(f"row {number} is {type(row).__name__}; a row is a mapping from column to value")
         name = find_prompt_column(row, self.prompt_column, number)
@@ -252,22 +260,35 @@ class PromptEncoder:
         columns = {column: value for column, value in row.items() if column != name}
         if not isinstance(source, str) and source[-1]["role"] == "assistant":
             source, columns = self._treat_answered(source, columns, number)
-        return _PromptText(number, source, columns, self._render_text(source, template_options(row, number), number))
+        return _PromptRow(number, source, columns, template_options(row, number))
 
-    def _tokenize(self, texts: Sequence[_PromptText]) -> list[list[int]]:
+    def _render_together(self, rows: Sequence[_PromptRow]) -> dict[int, RenderedText]:
+        """Returns the rendered conversations by the rows' numbers; none if one of them fails, and then each is
+        rendered by itself, so that the error names its row.
+        """
+        several = [row for row in rows if not self.is_plain(row.source)]
+        conversations = [self.messages(row.source) for row in several]
+        options = [_turn_options(messages, row.options) for row, messages in zip(several, conversations, strict=True)]
+        try:
+            texts = self.template.texts(conversations, options) if len(several) > 1 else ()
+        except Exception:
+            return {}
+        parts = zip(several, texts, conversations, options, strict=False)
+        return {row.number: RenderedText(text, len(m), o) for row, text, m, o in parts}
+
+    def _tokenize(self, rows: Sequence[_PromptRow], texts: Sequence[str]) -> list[list[int]]:
         """Returns the token ids of each text. A chat template writes the special tokens itself."""
         ids_by_row: dict[int, list[int]] = {}
         for plain in (True, False):
-            group = [text for text in texts if self.is_plain(text.source) is plain]
-            if group:
-                options: dict[str, Any] = {} if plain else {"add_special_tokens": False}
-                batch = self.tokenizer([text.text for text in group], verbose=False, **options).input_ids
-                ids_by_row |= {text.number: list(ids) for text, ids in zip(group, batch, strict=True)}
-        return [ids_by_row[text.number] for text in texts]
+            group = [(row.number, t) for row, t in zip(rows, texts, strict=True) if self.is_plain(row.source) is plain]
+            options: dict[str, Any] = {} if plain else {"add_special_tokens": False}
+            ids = encode_texts(self.tokenizer, [text for _, text in group], **options)
+            ids_by_row |= {number: one for (number, _), one in zip(group, ids, strict=True)}
+        return [ids_by_row[row.number] for row in rows]
 
-    def _make_prompt(self, text: _PromptText, tokens: list[int]) -> Prompt | None:
+    def _make_prompt(self, row: _PromptRow, tokens: list[int]) -> Prompt | None:
         """Returns the Prompt of a row; None = it is dropped."""
-        number, source = text.number, text.source
+        number, source = row.number, row.source
         if not tokens:
             raise DataError(
                 f"row {number}: the prompt {format_value(source)} has no tokens; leave the row out, or fill it"
@@ -277,7 +298,7 @@ class PromptEncoder:
             log.warning(EMPTY_PROMPT, number)
         ids = np.asarray(tokens, dtype=np.int32)
         ids.setflags(write=False)
-        prompt = self._apply_limit(Prompt(tokens=ids, source=source, columns=text.columns, row=number))
+        prompt = self._apply_limit(Prompt(tokens=ids, source=source, columns=row.columns, row=number))
         self.counts["encoded"] += prompt is not None
         return prompt
 
@@ -349,8 +370,7 @@ class PromptEncoder:
         return self._render(messages, {} if columns is None else template_options(columns, row), row)
 
     def _render(self, messages: list[Message], row_options: Mapping[str, Any], row: int) -> RenderedText:
-        open_turn = messages[-1]["role"] == "assistant"
-        options = {**row_options, "add_generation_prompt": not open_turn, "continue_final_message": open_turn}
+        options = _turn_options(messages, row_options)
         return RenderedText(self.template.text(messages, row=row, **options), len(messages), options)
 
     def _treat_answered(
@@ -370,8 +390,9 @@ class PromptEncoder:
             raise DataError(f"row {number} has only an assistant's turn; leave the row out, or add a user's turn")
         return before, {ANSWER: message_text(last), **columns}
 
-    def _render_text(self, source: str | list[Message], row_options: Mapping[str, Any], number: int) -> str:
-        """Returns the text to tokenise. Args: row_options: the row's arguments of the template."""
+    def _make_text(self, prompt: _PromptRow, rendered: RenderedText | None) -> str:
+        """Returns the text to tokenise. Args: rendered: the conversation; None = it is to be rendered here."""
+        number, source, _, row_options = prompt
         if self.is_plain(source):
             if self.system_prompt is not None:
                 raise ConfigError(
@@ -386,7 +407,7 @@ class PromptEncoder:
                 )
             return str(source)
         messages = self.messages(source)
-        rendered = self._render(messages, row_options, number)
+        rendered = rendered or self._render(messages, row_options, number)
         changed = find_changed_text(self.template, messages, [rendered], number)
         tools = rendered.options.get("tools")
         if not changed and tools:
@@ -402,6 +423,12 @@ class PromptEncoder:
                 )
             self.counts["changed"] += 1
         return rendered.text
+
+
+def _turn_options(messages: Sequence[Message], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the template's arguments for an open assistant's turn at the end. Args: options: of the row."""
+    open_turn = messages[-1]["role"] == "assistant"
+    return {**options, "add_generation_prompt": not open_turn, "continue_final_message": open_turn}
 
 
 def _read_prompt(value: Any, name: str, number: int) -> str | list[Message]:

@@ -27,8 +27,9 @@ from whet.data.row_schema import (
     template_options,
 )
 from whet.data.template_check import find_changed_text
-from whet.data.templates import ChatTemplate
+from whet.data.templates import ChatTemplate, alarm_handler
 from whet.data.text_parts import align_parts, leading_special_ids, tokenize_parts
+from whet.data.tokenizer import encode_texts
 from whet.errors import ConfigError, DataError, format_value, nearest
 from whet.types import Example, Message, TrainSequence
 
@@ -138,16 +139,17 @@ class RowEncoder:
         """
         rendered: list[tuple[int, RowAnswers, list[list[TrainSequence | AnswerText]]]] = []
         error: Exception | None = None
-        for number, row in enumerate(rows, first):
-            try:
-                rendered.append((number, *self._render_row(row, number)))
-            except Exception as exception:  # raised below: an earlier row may be wrong too
-                error = exception
-                break
+        with alarm_handler():
+            for number, row in enumerate(rows, first):
+                try:
+                    rendered.append((number, *self._render_row(row, number)))
+                except Exception as exception:  # raised below: an earlier row may be wrong too
+                    error = exception
+                    break
         texts = [x for _, _, answers in rendered for items in answers for x in items if isinstance(x, AnswerText)]
         ids = iter(tokenize_parts(self.tokenizer, [text.parts for text in texts]))
         plain = [text.parts[0] for text in texts if text.rendering is None]
-        with_special = iter(self.tokenizer(plain, verbose=False).input_ids if plain else ())
+        with_special = iter(encode_texts(self.tokenizer, plain))
 
         def make(item: TrainSequence | AnswerText, number: int) -> TrainSequence:
             if isinstance(item, TrainSequence):

@@ -137,6 +137,8 @@ def find_changed_text(
         row: the row number for error messages.
     Raises: DataError: the template prints a list or a mapping in Python's notation.
     """
+    if _shows_plain_texts(template, messages, shown, row):
+        return ""
     stand_ins = _StandIns()
     most = max(s.messages for s in shown)
     replaced = [stand_ins.message(m) for m in messages[:most]]
@@ -157,6 +159,35 @@ def find_changed_text(
         if not stand_ins.shows(text, one.text) and not _shows_all_texts(template, messages, one, row):
             return _first_change(messages, stand_ins, text, one.text)
     return ""
+
+
+def _shows_plain_texts(
+    template: ChatTemplate, messages: Sequence[Message], shown: Sequence[RenderedText], row: int
+) -> bool:
+    """Tells whether each output is that of the stand-ins with the texts put in, quickly for messages that have only
+    a role and a text without tags: the output of the stand-ins then depends on the roles alone.
+
+    Returns: False also says that a closer look is needed.
+    """
+    messages = messages[: max(s.messages for s in shown)]
+    for message in messages:
+        text = message.get("content")
+        if not isinstance(text, str) or not text or len(message) != 2 or ("<" in text and TAG.search(text)):
+            return False
+    if any("tools" in s.options for s in shown):
+        return False
+    key = (*(m["role"] for m in messages), *((s.messages, repr(s.options)) for s in shown))
+    if key not in template.forms:
+        replaced: list[Message] = [{**m, "content": f"\ue000{i}\ue001"} for i, m in enumerate(messages)]
+        texts = [template.text_of_stand_ins(replaced[: s.messages], row, s.options) for s in shown]
+        found = {number for text in texts for number in STAND_IN.findall(text)}
+        forms = [STAND_IN.split(text) for text in texts] if len(found) == len(messages) else []
+        template.forms[key] = forms
+    forms = template.forms[key]
+    return bool(forms) and all(
+        "".join(str(messages[int(p)]["content"]) if i % 2 else p for i, p in enumerate(form)) == s.text
+        for form, s in zip(forms, shown, strict=True)
+    )
 
 
 def _texts_with_stand_ins(message: Message) -> list[str]:

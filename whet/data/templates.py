@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import ConfigError, DataError, format_exception, format_value
@@ -16,7 +17,7 @@ from whet.types import Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DAY", "ChatTemplate", "common_prefix", "uses_chat_template", "writes_date"]
+__all__ = ["DAY", "ChatTemplate", "alarm_handler", "common_prefix", "uses_chat_template", "writes_date"]
 
 DAY = "strftime_now"
 """transformers' function with which a template writes the date. As an argument of the template: the day to write, in
@@ -33,21 +34,35 @@ class _TimeoutError(Exception):
 
 
 @contextmanager
-def _time_limit() -> Iterator[None]:
-    """Stops the body with an alarm at the time limit; only on the main thread, and if no other alarm is set."""
-    is_free = (
-        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
-    )
-    if not is_free or signal.getitimer(signal.ITIMER_REAL)[0]:
-        yield
+def alarm_handler() -> Iterator[bool]:
+    """Installs the handler of the time limit; around many conversations, so that each only sets its alarm.
+
+    Yields: whether the handler is installed: only on the main thread, and if the signal had no other.
+    """
+    on_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGALRM) if on_main else None
+    if before != signal.SIG_DFL:
+        yield before is _raise_timeout
         return
     signal.signal(signal.SIGALRM, _raise_timeout)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
     try:
-        yield
+        yield True
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """Stops the body with an alarm at the time limit, if the handler is installed and no other alarm is set."""
+    with alarm_handler() as installed:
+        if not installed or signal.getitimer(signal.ITIMER_REAL)[0]:
+            yield
+            return
+        signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _raise_timeout(*_: object) -> None:
@@ -67,6 +82,8 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.options: dict[str, Any] = {"enable_thinking": False, **(options or {})}
         self._cache: dict[str, str] = {}
+        self.forms: dict[Any, list[list[str]]] = {}
+        """The outputs for plain texts by the form of the conversation (data/template_check.py)."""
         self.adapts_thinking = "enable_thinking" not in (options or {})
 
     @property
@@ -94,6 +111,22 @@ class ChatTemplate:
         Raises: ConfigError: there is no template. DataError: the template refuses the messages.
         """
         return self._apply(messages, row, {"tokenize": False, "add_generation_prompt": asks, **options})
+
+    def texts(self, conversations: Sequence[Sequence[Message]], options: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Renders several conversations: one call of the tokenizer for neighbours with the same options.
+
+        Args: conversations: each has at least one message. options: of each conversation; see `text`.
+        Raises: Exception: a conversation can't be rendered; `text` says which and why.
+        """
+        self.require()
+        texts: list[str] = []
+        pairs = zip(conversations, options, strict=True)
+        for _, group in groupby(pairs, key=lambda pair: repr(pair[1])):
+            together, (one, *_) = zip(*group, strict=True)
+            texts += self._call([list(messages) for messages in together], {"tokenize": False, **one})
+        if len(texts) != len(conversations):
+            raise DataError(f"the chat template wrote {len(texts)} texts of {len(conversations)} conversations")
+        return texts
 
     def text_of_stand_ins(self, messages: Sequence[Message], row: int, options: Mapping[str, Any]) -> str:
         """`text` with a cache: rows of the same form have the same stand-ins (data/template_check.py)."""
@@ -132,16 +165,10 @@ class ChatTemplate:
 
     def _apply(self, messages: Sequence[Message], row: int, overrides: Mapping[str, Any]) -> Any:
         self.require()
-        arguments = {**self.options, **overrides}
         try:
-            if (day := arguments.pop(DAY, None)) is not None:
-                arguments["chat_template"] = _set_date(
-                    arguments.get("chat_template", self.tokenizer.chat_template), day
-                )
-            with _time_limit():
-                return self.tokenizer.apply_chat_template(list(messages), **arguments)
+            return self._call(list(messages), overrides)
         except _TimeoutError as error:
-            text = arguments.get("chat_template", self.tokenizer.chat_template)
+            text = {**self.options, **overrides}.get("chat_template", self.tokenizer.chat_template)
             raise ConfigError(
                 f"row {row}: the chat template {format_value(str(text), 60)} has not ended within {LIMIT_S:g} s; it "
                 "probably has an endless loop: repair the tokenizer's chat_template, or set another one in "
@@ -153,6 +180,14 @@ class ChatTemplate:
                 f"row {row}: the chat template refused turns of {roles}: {format_exception(error)}; change "
                 f"{_describe_cause(messages)}, or the tokenizer's chat_template"
             ) from error
+
+    def _call(self, messages: Any, overrides: Mapping[str, Any]) -> Any:
+        """Calls apply_chat_template for a conversation, or for a list of them, within the time limit."""
+        arguments = {**self.options, **overrides}
+        if (day := arguments.pop(DAY, None)) is not None:
+            arguments["chat_template"] = _set_date(arguments.get("chat_template", self.tokenizer.chat_template), day)
+        with _time_limit():
+            return self.tokenizer.apply_chat_template(messages, **arguments)
 
 
 def _set_date(template: str, day: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate, chain, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
+from whet.data.tokenizer import encode_texts
 from whet.errors import DataError, format_value
 
 if TYPE_CHECKING:
@@ -82,8 +83,7 @@ def _encode_after_newline(tokenizer: PreTrainedTokenizerBase, part: str) -> list
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    batch: Any = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids if texts else []
-    return [list(ids) for ids in batch]
+    return encode_texts(tokenizer, texts, add_special_tokens=False)
 
 
 def decode_ids(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:

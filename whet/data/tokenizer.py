@@ -19,7 +19,7 @@ from whet.util.model_paths import check_hub, model_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["byte_tokenizer", "check_same_ids", "load_tokenizer", "pad_token_id", "stop_token_ids"]
+__all__ = ["byte_tokenizer", "check_same_ids", "encode_texts", "load_tokenizer", "pad_token_id", "stop_token_ids"]
 
 BYTE_CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -109,6 +109,35 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     )
     tokenizer.chat_template = BYTE_CHAT_TEMPLATE
     return tokenizer
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: Any) -> list[list[int]]:
+    """Encodes several texts.
+
+    A tokenizer of the Rust library writes no offsets for them, which takes a quarter of the time off; the first text
+    goes through transformers, which sets the options.
+
+    Args: tokenizer: of transformers. texts: any number. options: of its call, e.g. add_special_tokens.
+
+    >>> encode_texts(byte_tokenizer(), ["hi", "", "a"])
+    [[104, 105], [], [97]]
+    """
+    from transformers import PreTrainedTokenizerBase, TokenizersBackend
+
+    if not texts:
+        return []
+    kind = type(tokenizer)
+    fast = (
+        isinstance(tokenizer, TokenizersBackend)
+        and kind._encode_plus is TokenizersBackend._encode_plus
+        and kind.__call__ is PreTrainedTokenizerBase.__call__
+    )
+    count = 1 if fast else len(texts)
+    ids = [list(one) for one in tokenizer(list(texts[:count]), verbose=False, **options).input_ids]
+    if fast:
+        backend: Any = tokenizer.backend_tokenizer
+        ids += [one.ids for one in backend.encode_batch_fast(list(texts[1:]), **options)]
+    return ids
 
 
 def check_same_ids(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from whet.errors import ConfigError
 from whet.models.heads import Head
 from whet.models.linear_divergence import HeadStates, linear_divergence
-from whet.models.linear_logprob import CHUNK_BYTES, linear_stats
+from whet.models.linear_logprob import linear_stats
 from whet.models.matmul import row_chunks
-from whet.models.projection import Projection
+from whet.models.projection import CHUNK_BYTES, Projection, chunk_rows
 from whet.ops.logits_processors import LogitsProcessors, process_logits
 from whet.ops.logprobs import entropy as entropy_of
 from whet.ops.logprobs import is_likeliest, log_sum_sq_probs, selective_log_softmax
@@ -233,7 +233,8 @@ def _full_logits_stats(
         return selective_log_softmax(z, targets), entropy_of(z) if entropy else None, correct, log_sum, mean
 
     count, size = len(micro.hidden_index), vocab * 4
-    slices = row_chunks(count, max(1, CHUNK_BYTES // size))
+    # a quarter of the fused head's on a GPU: sorting and autograd hold more copies of a chunk
+    slices = row_chunks(count, chunk_rows(count // 4, size, micro.targets.device, chunk_bytes=CHUNK_BYTES))
     if count * size <= MAX_KEPT_BYTES or not torch.is_grad_enabled():
         chunks = [chunk_stats(s) for s in slices]
     else:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from whet.models.linear_logprob import CHUNK_BYTES
 from whet.models.matmul import row_chunks
-from whet.models.projection import HeadGrads, Projection
+from whet.models.projection import CHUNK_BYTES, HeadGrads, Projection, chunk_rows
 from whet.ops import generalized_jsd, log_mixture
 from whet.ops.masked import fp32_or_wider
 
@@ -72,7 +71,8 @@ def linear_divergence(
     """
     size = min(len(policy.weight), len(teacher.weight))
     policy, teacher = policy.first_ids(size), teacher.first_ids(size)
-    rows = max(1, chunk_bytes // (size * fp32_or_wider(policy.hidden.dtype).itemsize))
+    row_bytes = size * fp32_or_wider(policy.hidden.dtype).itemsize
+    rows = chunk_rows(len(policy.hidden), row_bytes, policy.hidden.device, chunk_bytes=chunk_bytes)
     constants = (teacher.hidden.detach(), teacher.weight.detach(), teacher.bias)
     options = (policy.projection, teacher.projection, gkd_beta, rows)
     return _LinearDivergence.apply(policy.hidden, policy.weight, policy.bias, *constants, options)  # pyright: ignore

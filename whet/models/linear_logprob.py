@@ -18,15 +18,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from whet.models.matmul import row_chunks
-from whet.models.projection import HeadGrads, Projection
+from whet.models.projection import CHUNK_BYTES, HeadGrads, Projection, chunk_rows
 from whet.ops import is_likeliest, log_sum_sq_probs
 from whet.ops.masked import fp32_or_wider
 from whet.types import TokenStats
 
-__all__ = ["CHUNK_BYTES", "linear_logprob", "linear_stats"]
+__all__ = ["linear_logprob", "linear_stats"]
 
-CHUNK_BYTES = 100_000_000
-"""Size of the logits of one chunk."""
 _CONSTANTS = ("correct", "log_sum_sq_probs", "mean_logits")
 """The names of types.loss.CONSTANTS, in the order of the results of _LinearLogprob."""
 
@@ -73,7 +71,7 @@ def linear_stats(
         scale, softcap: of the head.
         entropy: compute the entropies too.
         constants: compute these of types.loss.CONSTANTS too; they have no gradient.
-        chunk_bytes: see CHUNK_BYTES.
+        chunk_bytes: see chunk_rows.
         max_kept_bytes: logits up to this size are one chunk, and are kept for the backward pass.
 
     Returns: TokenStats of [s], in nats; fp32, or float64 for float64 input. The gradients of weight and bias are summed
@@ -87,7 +85,8 @@ def linear_stats(
     dtype = fp32_or_wider(hidden.dtype)
     size = weight.shape[0] * dtype.itemsize
     keep_logits = hidden.shape[0] * size <= max_kept_bytes
-    rows = max(1, hidden.shape[0] if keep_logits else chunk_bytes // size)
+    rows = chunk_rows(hidden.shape[0], size, hidden.device, chunk_bytes=chunk_bytes)
+    rows = max(1, hidden.shape[0]) if keep_logits else rows
     options = _LogprobOptions(Projection(temperature, scale, softcap), entropy, frozenset(constants), rows, keep_logits)
     logprobs, entropies, *values = _LinearLogprob.apply(hidden, weight, bias, targets, options)  # pyright: ignore
     return TokenStats(
@@ -122,19 +121,21 @@ class _LinearLogprob(torch.autograd.Function):
         correct = torch.zeros_like(targets, dtype=torch.bool) if "correct" in options.constants else None
         log_sum = torch.zeros_like(logprobs) if "log_sum_sq_probs" in options.constants else None
         mean = torch.zeros_like(logprobs) if "mean_logits" in options.constants else None
-        z = None
+        z = logp = None
         for s in row_chunks(len(hidden), options.rows):
+            z = logp = None  # before the next ones are made
             z = options.projection.logits(hidden[s], weight, bias)
             logp = z.log_softmax(1)
             logprobs[s] = logp.gather(1, targets[s, None]).squeeze(1)
+            if options.entropy:
+                entropies[s] = -_finite(logp, bias).mul_(z.softmax(1)).sum(1)
+            logp = None
             if correct is not None:
                 correct[s] = is_likeliest(z, targets[s])
             if log_sum is not None:
                 log_sum[s] = log_sum_sq_probs(z)
             if mean is not None:
                 mean[s] = z.mean(1)
-            if options.entropy:
-                entropies[s] = -_finite(logp, bias).mul_(z.softmax(1)).sum(1)
         kept = z if options.keep_logits and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden, weight, bias, targets, entropies, kept)
         ctx.options = options
@@ -150,7 +151,9 @@ class _LinearLogprob(torch.autograd.Function):
         options: _LogprobOptions = ctx.options
         grad = torch.zeros_like(entropies) if grad is None else grad
         grads = HeadGrads(hidden, weight, bias, ctx.needs_input_grad[:3], entropies.dtype)
+        z = d = slope = None
         for s in row_chunks(len(hidden), options.rows):
+            z = d = slope = None  # before the next ones are made
             z = options.projection.logits(hidden[s], weight, bias) if kept is None else kept
             d = z.softmax(1)  # not exp: torch's softmax is several times faster on CPUs without AVX-512
             if grad_entropy is not None:
@@ -159,7 +162,9 @@ class _LinearLogprob(torch.autograd.Function):
             else:
                 d *= -grad[s, None]
             d.scatter_add_(1, targets[s, None], grad[s, None])
-            grads.add(s, options.projection.backward_(d, z))
+            d = options.projection.backward_(d, z)
+            z = slope = None
+            grads.add(s, d)
         return (*grads.sums(), None, None)
 
 

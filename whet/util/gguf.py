@@ -25,6 +25,7 @@ __all__ = ["convert_gguf", "gguf_file"]
 
 FORMAT = 1
 """Version of the converted folder; a part of the hash in its name."""
+AGAIN = "download it again, or give the Hugging Face folder or name of the model"
 
 
 def gguf_file(source: Path) -> Path | None:
@@ -50,8 +51,8 @@ def convert_gguf(file: Path) -> str:
 
     Args: file: the GGUF file.
     Returns: the folder in the user's cache; its name has a hash of the file.
-    Raises: ConfigError: the package gguf is missing, transformers can't read this kind of model, or the cache can't be
-        written.
+    Raises: ConfigError: the package gguf is missing, the file is no GGUF file or damaged, transformers can't read this
+        kind of model, or the cache can't be written.
 
     Example: convert_gguf(Path("SmolLM2-135M-Instruct.Q4_1.gguf")).
     """
@@ -59,16 +60,33 @@ def convert_gguf(file: Path) -> str:
         import gguf  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(f"{file} is a GGUF model, which needs the package gguf: {install_hint('gguf')}") from error
+    _check_start(file)
     try:
         with pause_collector():
             return convert_once(file, f"gguf/{file.stem}-{_digest(file)}", lambda folder: _convert(file, folder))
     except ConfigError:
         raise
     except Exception as error:  # transformers' reader raises errors of any class
+        known = f"it reads {', '.join(_known_architectures())}; " if "architecture" in str(error) else ""
         raise ConfigError(
-            f"can't read {file}: {format_exception(error)}; transformers reads GGUF files of "
-            f"{', '.join(_known_architectures())}; for others give the Hugging Face folder or name of the model"
+            f"transformers can't read {file}: {format_exception(error)}; {known}give the Hugging Face folder or name "
+            "of the model instead"
         ) from error
+
+
+def _check_start(file: Path) -> None:
+    """Raises ConfigError for a file that can be seen from its first bytes not to be a GGUF model."""
+    try:
+        with file.open("rb") as f:
+            start = f.read(40)
+    except OSError as error:
+        raise ConfigError(f"can't read {file}: {error}") from error
+    if not start:
+        raise ConfigError(f"{file} is empty; download it again")
+    if start.startswith(b"version https://git-lfs"):
+        raise ConfigError(f"{file} is a Git LFS pointer, not the model; run `git lfs pull` in {file.parent}")
+    if not start.startswith(b"GGUF"):
+        raise ConfigError(f"{file} is not a GGUF file: it starts with {start[:16]!r}; {AGAIN}")
 
 
 def _convert(file: Path, folder: Path) -> None:
@@ -79,6 +97,8 @@ def _convert(file: Path, folder: Path) -> None:
     source: dict[str, Any] = {"gguf_file": file.name}
     hidden_progress = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
     with _read_once(file) as reader, hidden_progress:  # transformers' progress bars would fill a log
+        if "general.architecture" not in reader.fields:
+            raise ConfigError(f"{file} names no architecture (general.architecture), so it is not a model; {AGAIN}")
         kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
         dtype = {"F32": torch.float32, "F16": torch.float16}.get(kinds.pop()) if len(kinds) == 1 else None
         config = AutoConfig.from_pretrained(file.parent, **source)
@@ -107,7 +127,13 @@ def _read_once(file: Path) -> Iterator[Any]:
     class Reader(gguf.GGUFReader):
         data = property(lambda self: self.array, lambda self, mapped: setattr(self, "array", np.asarray(mapped)))
 
-    reader = Reader(file)
+    try:
+        reader = Reader(file)
+    except Exception as error:  # of any class
+        raise ConfigError(
+            f"{file} is cut off or damaged at {file.stat().st_size} bytes: {format_exception(error)}; compare its size "
+            f"with the original's, and {AGAIN}"
+        ) from error
     originals = gguf.GGUFReader, gguf.get_tensor_name_map
     gguf.GGUFReader = lambda path: reader if Path(path).samefile(file) else originals[0](path)
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)

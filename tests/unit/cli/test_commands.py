@@ -93,7 +93,7 @@ def test_a_run_that_began_elsewhere_has_no_evaluation_before_it():
 @pytest.mark.parametrize("lengths", [[], ["rollout.max_prompt_length=4"]])
 def test_each_row_is_encoded_once_and_each_mode_has_one_encoder(words, lengths, monkeypatch):
     made, read = [], []
-    for name, calls in (("__init__", made), ("_render_row", read)):
+    for name, calls in (("__init__", made), ("_read_row", read)):
         own = getattr(PromptEncoder, name)
         counted = lambda *args, own=own, calls=calls, **options: calls.append(args[-1]) or own(*args, **options)
         monkeypatch.setattr(PromptEncoder, name, counted)

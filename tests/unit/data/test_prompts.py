@@ -179,11 +179,15 @@ def test_rows_encoded_together_are_those_encoded_one_by_one(tokenizer, template)
         assert told[0] == told[1]
 
 
-def test_the_tokenizer_is_called_once_for_a_stretch_of_rows(tokenizer, monkeypatch):
-    calls, call = [], type(tokenizer).__call__
-    monkeypatch.setattr(type(tokenizer), "__call__", lambda *args, **options: calls.append(1) or call(*args, **options))
-    assert len(encode_all([{"prompt": str(n)} for n in range(100)], PromptEncoder(tokenizer), "prompts")) == 100
-    assert len(calls) == 1
+@pytest.mark.parametrize(("template", "renderings"), [(False, 0), (True, 2)])  # one more for the stand-ins
+def test_the_tokenizer_is_called_once_for_a_stretch_of_rows(tokenizer, monkeypatch, template, renderings):
+    calls = {"__call__": [], "apply_chat_template": []}
+    for name, seen in calls.items():
+        method = getattr(type(tokenizer), name)
+        monkeypatch.setattr(type(tokenizer), name, lambda *a, m=method, s=seen, **o: s.append(1) or m(*a, **o))
+    encode = PromptEncoder(tokenizer, apply_chat_template=template)
+    assert len(encode_all([{"prompt": str(n)} for n in range(100)], encode, "prompts")) == 100
+    assert [len(seen) for seen in calls.values()] == [1, renderings]
 
 
 def test_of_rows_encoded_together_the_first_that_is_wrong_is_the_error(tokenizer):

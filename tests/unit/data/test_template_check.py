@@ -6,8 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.config import SupervisedDataConfig
+from whet.data import template_check
 from whet.data.prompts import PromptEncoder
 from whet.data.supervised import SFTEncoder
+from whet.data.template_check import RenderedText, find_changed_text
+from whet.data.templates import ChatTemplate
 from whet.errors import DataError
 
 THINK = "<think>\np\n</think>\n\nb"
@@ -160,3 +163,22 @@ def test_any_text_is_shown_by_a_template_that_writes_it_and_missed_by_one_that_t
 
 def test_long_white_space_is_no_burden():
     assert sft(QWEN, [user("a" + " " * 100_000 + "b"), said("c")])[0].sequences
+
+
+TEXTS = st.text(alphabet=" \nab<>/{}\ue000\ue001\u00e9", max_size=6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([LLAMA, QWEN, QWEN3, GEMMA, NO_SYSTEM, UPPER]), st.lists(TEXTS, min_size=1, max_size=3))
+def test_the_quick_look_at_plain_texts_finds_nothing_that_the_close_one_refuses(template, texts):
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    chat = ChatTemplate(tokenizer_with(template))
+    shown = [
+        RenderedText(chat.text(messages, add_generation_prompt=True), len(messages), {"add_generation_prompt": True})
+    ]
+    quick = template_check._shows_plain_texts(chat, messages, shown, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template_check, "_shows_plain_texts", lambda *_: False)
+        assert not (quick and find_changed_text(chat, messages, shown))
+    assert quick or template != QWEN or not all(texts) or any("<" in text for text in texts)

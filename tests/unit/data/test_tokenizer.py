@@ -1,7 +1,8 @@
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import Gemma2Config, GenerationConfig, MambaConfig, Qwen3Config
 
-from whet.data.tokenizer import byte_tokenizer, load_tokenizer, pad_token_id, stop_token_ids
+from whet.data.tokenizer import byte_tokenizer, encode_texts, load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -92,3 +93,14 @@ def test_a_broken_config_and_an_adapter_alone_are_named_as_the_cause(tokenizer, 
     (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "models/base"}')
     with pytest.raises(ConfigError, match=r"is an adapter without a tokenizer; .*tokenizer=models/base$"):
         load_tokenizer(adapter)
+
+
+@pytest.mark.parametrize("options", [{}, {"add_special_tokens": False}])
+def test_texts_encoded_together_are_those_of_transformers(options):
+    tokenizer, texts = byte_tokenizer(), ["2+2=", "", "<|im_end|>\u00e9", "a" * 40]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))]
+    )
+    tokenizer(texts, truncation=True, max_length=3, padding=True)  # the library keeps such settings
+    found = encode_texts(tokenizer, texts, **options)
+    assert found == [tokenizer(text, **options).input_ids for text in texts] and len(found[3]) >= 40

@@ -352,7 +352,7 @@ def test_a_run_that_should_stop_gives_up_agents_that_hang(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize(("agent", "words"), FAILURES)
 def test_an_agent_that_fails_ends_the_run_or_its_own_episode(agent, words, caplog):
-    limits = {"rollout": {"agent_timeout_s": 0.4}}
+    limits = {"rollout": {"agent_timeout_s": 0.4 if "0.4 s" in words else 60.0}}  # others may take long under load
     made = learner(agent, **limits)
     with pytest.raises(RewardError) as told:
         batch_of(made, 1)

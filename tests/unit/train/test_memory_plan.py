@@ -21,6 +21,7 @@ from whet.train.memory_plan import (
     GB,
     MAX_TOKENS,
     RESERVE,
+    VLLM_BYTES,
     choose_settings,
     choose_tokens,
     longest_row,
@@ -126,6 +127,26 @@ def test_a_cache_is_what_the_plan_says(tmp_path):
     plan = plan_memory(config, sizes)
     (part,) = [p for p in plan.parts if p.name.startswith("KV")]
     assert part.name == "KV cache, 2,000 tokens" and part.rollout == 2000 * 3 * 2 * 2 * 8 * 2 and part.update == 0
+
+
+def test_vllm_has_weights_of_its_own_and_a_cache_in_tokens(tmp_path):
+    lengths = ["rollout.max_prompt_length=64", "rollout.max_tokens_to_generate=64", "rollout.max_batch_size=4"]
+    words = [f"model={save_config(tmp_path)}", "rollout_engine=vllm", *lengths]
+    config = load_run(words)
+    sizes = measure_model(config.actor, trained=True)
+    parts = {part.name: (part.rollout, part.update) for part in plan_memory(config, sizes).parts}
+    assert parts["weights of vLLM"] == (2.0 * sizes.parameters, 0.0)
+    assert parts["workspace and graphs of vLLM"] == (VLLM_BYTES, VLLM_BYTES / 2)
+    assert choose_settings(config, 24 * GB).rollout.kv_cache_tokens == 4 * 128
+    share = load_run([*words, "rollout.vllm.hbm_utilization=0.3"])
+    assert choose_settings(share, 24 * GB).rollout.kv_cache_tokens is None
+
+
+def test_the_head_holds_chunks_of_logits(tmp_path):
+    sizes = measure_model(RoleConfig(model=qwen3(tmp_path / "m", "0.6B")), trained=True)
+    rows = {n: (sizes.logits(n) - 4 * sizes.largest) / (3 * 4 * 151_936) for n in (16_384, 4096, 300)}
+    assert rows == {16_384: 2048, 4096: 1024, 300: 164}
+    assert measure_model(RoleConfig(model=save_config(tmp_path)), trained=False, scores=True).logits(300) == 0
 
 
 def test_settings_that_fit_are_found_and_named(tmp_path):
@@ -248,6 +269,48 @@ def test_a_run_on_a_gpu_takes_the_plan(tmp_path, monkeypatch):
         assert planned == [(memory / 2, 4)]  # of the GPU that has the least
     finally:
         learner.close()
+
+
+def test_auto_goes_back_to_the_own_engine_where_vllm_does_not_fit(tmp_path, monkeypatch, caplog):
+    lengths = ["rollout.max_prompt_length=64", "rollout.max_tokens_to_generate=64"]
+    config = load_run([f"model={save_config(tmp_path)}", "rollout_engine=auto", *lengths])
+    memory = RESERVE + 0.4 * GB
+    monkeypatch.setattr(commands, "free_gpu_memory", lambda: memory)
+    monkeypatch.setattr(commands, "choose_engine", lambda *a, **k: "vllm")
+    with caplog.at_level("INFO", "whet"):
+        assert commands._with_engine_that_fits(config).rollout_engine == "embedded"
+    assert "auto: embedded, since with vllm the run does not fit" in caplog.text
+    memory += VLLM_BYTES
+    assert commands._with_engine_that_fits(config).rollout_engine == "vllm"
+
+
+PAGE = Path(__file__).parents[3] / "docs/one-gpu.md"
+HOW = {
+    "all weights": [],
+    "all weights, `adamw8bit`": ["actor.optim.name=adamw8bit"],
+    "LoRA": ["actor.lora.r=16"],
+    "LoRA on 4 bits": ["actor.lora.r=16", "actor.quantization=nf4"],
+}
+
+
+@pytest.mark.parametrize("name", ["0.6B", *(pytest.param(n, marks=pytest.mark.full) for n in QWEN3 if n != "0.6B")])
+def test_the_page_has_the_numbers_of_the_plan(tmp_path, capsys, name):
+    page, folder = PAGE.read_text(encoding="utf-8"), qwen3(tmp_path / "m", name)
+    lengths = ["rollout.max_prompt_length=512", "rollout.max_tokens_to_generate=1024", "algo.beta=0"]
+    for how, words in HOW.items():
+        rows = [row for row in page.splitlines() if f"| Qwen3-{name} | {how} |" in row]
+        if rows:
+            config = load_run([f"model={folder}", *lengths, *words])
+            sizes = measure_model(config.actor, trained=True)
+        for row in rows:
+            memory = int(row.split("|")[1])
+            plan = plan_memory(config, sizes, memory=memory * GB)
+            assert plan.peak <= memory * GB
+            cells = (memory, f"Qwen3-{name}", how, f"{plan.tokens:,}", plan.checkpointing, f"{plan.kv_tokens:,}")
+            assert row == "| " + " | ".join(map(str, cells)) + f" | {plan.rollout / GB:.1f} | {plan.update / GB:.1f} |"
+    if name == "0.6B":
+        main(["plan", f"model={folder}", *lengths[:2], "memory_gb=24"])
+        assert capsys.readouterr().out.strip() in page
 
 
 def test_other_architectures_are_counted(tmp_path):

@@ -109,11 +109,21 @@ def test_what_can_not_be_read_is_named(tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match=r"has 2 GGUF files \(q4.gguf, q8.gguf\); give one of them"):
         model_folder(tmp_path)
-    with pytest.raises(ConfigError, match=r"can't read .*q4\.gguf: "):
-        model_folder(tmp_path / "q4.gguf")
     write_llama(tmp_path / "own.gguf", architecture="unheard")
-    with pytest.raises(ConfigError, match=r"can't read .*own.gguf: .*transformers reads GGUF files of .*llama"):
-        model_folder(tmp_path / "own.gguf")
+    whole = (tmp_path / "own.gguf").read_bytes()
+    for start, words in (
+        (b"", "q8.gguf is empty; download it again"),
+        (b"<html>not found", r"is not a GGUF file: it starts with b'<html>not found'; download it again"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer, not the model; run `git lfs pull` in"),
+        (b"GGUF", "is cut off or damaged at 4 bytes: .*; compare its size with the original's, and download it again"),
+        (whole[: len(whole) // 2], "is cut off or damaged at .*; compare its size"),
+        (b"GGUF" + (3).to_bytes(4, "little") + bytes(64), r"names no architecture \(general.arch"),
+        (b"GGUF" + (1).to_bytes(4, "little") + bytes(64), "is cut off or damaged at 72 bytes: .* version 1 "),
+        (whole, "transformers can't read .* architecture unheard is not supp.*; it reads .*llama.*; give the Hug"),
+    ):
+        (tmp_path / "q8.gguf").write_bytes(start)
+        with pytest.raises(ConfigError, match=words):
+            model_folder(tmp_path / "q8.gguf")
     assert not [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]  # nothing half made stays
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ConfigError, match=r"needs the package gguf: pip install .*\[gguf\]"):
