@@ -201,11 +201,11 @@ def parse_turn(
 
 
 def split_reasoning(text: str) -> dict[str, Any]:
-    """Returns the text of a turn as a message, with what stands before </think> as its reasoning_content.
+    r"""Returns the text of a turn as a message, with what stands before </think> as its reasoning_content.
 
     The mark <think> may be the end of the prompt. Args: text: without calls.
 
-    >>> split_reasoning("<think>\\n2 and 3\\n</think>\\n\\n5")
+    >>> split_reasoning("<think>\n2 and 3\n</think>\n\n5")
     {'role': 'assistant', 'content': '5', 'reasoning_content': '2 and 3'}
     """
     thought, mark, said = text.rpartition("</think>")
