@@ -207,6 +207,16 @@ def varlen(device: Any) -> dict[str, Any]:
     if not found and device.type != "cuda":
         raise SkipError(f"varlen_attn does not run on {device.type}")
     need(found and not refused, f"refused: {refused}")
+    if device.type == "cuda":  # as training calls it: keys of ancestors before a segment's own
+        from whet.models.flex import FlexCase
+        from whet.models.varlen import varlen_unsupported_reason
+
+        for size in (64, 128, 256):
+            for grad in (True, False):
+                case = FlexCase(device, dtype, 8, 2, size, size, False, False, size**-0.5, (grad,) * 3)
+                if reason := varlen_unsupported_reason(case._replace(pitches=(8 * size, 2 * size, 2 * size))):
+                    refused[f"{size}, {'trained' if grad else 'scored'}"] = reason
+        need(not refused, f"training does without varlen_attn: {refused}")
     return {"off": found}
 
 

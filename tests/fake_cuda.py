@@ -32,8 +32,10 @@ from whet.learners.preference import PreferenceLearner, RewardModelLearner
 from whet.learners.preference_from_config import make_preference_objective
 from whet.learners.sft import SFTLearner
 from whet.learners.step import ExampleStep
+from whet.models import attention as layouts
 from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.load import load_model
+from whet.models.varlen import VarlenRow
 from whet.observe.trace import Trace
 from whet.ops import LogitsProcessors, clipped_surrogate, clipped_value, nll, token_weights
 from whet.ops.kl import reference_kl
@@ -243,9 +245,9 @@ ENGINE = {
 
 
 def _worker(family="qwen3", *, role="actor", dtype=torch.bfloat16, lora=False, checkpointing=None, trained=True,
-            offload=False, layers=2, **options):  # fmt: skip
+            offload=False, layers=2, attention="plain", **options):  # fmt: skip
     model = build(family, max_position_embeddings=512, num_hidden_layers=layers).to(dtype)
-    loaded = load_model(model, dtype=dtype, role=role, attention="plain", lora=LORA if lora else None)
+    loaded = load_model(model, dtype=dtype, role=role, attention=attention, lora=LORA if lora else None)
     move(loaded.module)
     if checkpointing:
         checkpoint_activations(loaded.module, checkpointing)
@@ -300,6 +302,16 @@ def update_case(family="qwen3", *, entropy=False, teacher=False, role="actor", l
     worker.forward_backward(batch, loss, **extra)
     worker.optim_step()
     return {"passes": counts}
+
+
+def varlen_case():
+    """An update whose attention is torch's varlen_attn, as where its comparison has passed."""
+    calls, attend = [], VarlenRow.attend
+    layouts.varlen_unsupported_reason = lambda case: None
+    VarlenRow.attend = lambda *args, **options: (calls.append(1), attend(*args, **options))[1]
+    line = update_case(attention="auto", checkpointing="selective")
+    assert calls, "another kernel ran"
+    return line
 
 
 def _every_policy_loss(x):
@@ -394,6 +406,7 @@ MISTAKES = {
 CASES = {
     **{f"engine/{name}": lambda o=options: engine_case(**o) for name, options in ENGINE.items()},
     **{f"update/{name}": lambda o=options: update_case(**o) for name, options in UPDATES.items()},
+    "update/varlen": varlen_case,
     **{f"learner/{name}": case for name, case in LEARNERS.items()},
     **{f"mistake/{name}": lambda m=mistake: mistake_case(m) for name, mistake in MISTAKES.items()},
 }

@@ -46,7 +46,7 @@ _DOMAIN = {"train": 0, "eval": 1, "generate": 2}
 
 
 class RLCluster(RoleWorkers):
-    """Roles, engine and tokenizer of one run.
+    """Roles, engine and tokenizer of one run: what verl's ActorRolloutRefWorker and CriticWorker hold.
 
     Args:
         actor: a module, a folder, a hub name, or a RoleConfig, as the models of all roles. If another role is given
@@ -137,10 +137,9 @@ class RLCluster(RoleWorkers):
         for role, model in ((Role.REFERENCE, reference), (Role.TEACHER, teacher)):
             if model is not None:
                 self.check_same_ids(role, model, actor)
-        accumulate = (config.mini_batch_size or 1) // (config.train_micro_batch_size or config.mini_batch_size or 1)
         for role, loss in ((Role.ACTOR, clipped_surrogate), (Role.CRITIC, clipped_value)):
             if role in self._workers:
-                self.add_trainer(role, loss, accumulate=accumulate)
+                self.add_trainer(role, loss)
         self.checkpoints = Checkpoints(
             config.checkpoint_root,
             self._trainers,
@@ -358,7 +357,10 @@ class RLCluster(RoleWorkers):
             self.release_memory(self.actor)
 
     def sync_weights(self) -> None:
-        """Gives the engine the actor's weights under a new policy version; shared weights are not copied."""
+        """Gives the engine the actor's weights under a new policy version; shared weights are not copied.
+
+        Other systems call it weight sync or update_weights.
+        """
         self.finish_step(self.actor)
         with self.trace.span("weight_sync"):
             self._rollouts.sync()

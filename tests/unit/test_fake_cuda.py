@@ -23,7 +23,7 @@ ENGINE = (
 )
 UPDATES = (
     *("plain", "entropy", "truncated", "forbidden", "penalty", "constrained", "full"),
-    *("selective", "lora", "fp32", "teacher", "critic", "moe", "losses", "offload"),
+    *("selective", "lora", "fp32", "teacher", "critic", "moe", "losses", "offload", "varlen"),
 )
 LEARNERS = (
     *("sft", "dft", "reward", "weighted", "kto", "apo_zero_unpaired"),

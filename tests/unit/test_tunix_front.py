@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import gap, tiny_model, weights_of
+from helpers import gap, random_batch, tiny_model, weights_of
 from transformers import Qwen3ForSequenceClassification, Qwen3ForTokenClassification
 
 import whet.tunix
@@ -37,6 +37,7 @@ from whet.tunix import (
     common,
 )
 from whet.tunix.learners import _reward_metrics
+from whet.types import TokenBatch
 
 ROWS = [{"prompts": np.array(["1+1=", "2+2="]), "answer": np.array(["2", "4"])}] * 4
 PAD, EOS, LONGEST = 257, 256, 6
@@ -140,6 +141,16 @@ def test_hooks_are_called_around_each_update_and_each_evaluation():
     trainer.update_all([example(), example()])
     trainer.evaluate([example()])
     assert hooks.events == [("start", 0), 1, ("start", 1), 2, "eval start", "eval"]
+
+
+def test_accumulated_batches_are_weighted_and_stepped_as_one():
+    parts = [random_batch((3, [4, 2 + i]), seed=i) for i in range(5)]  # a mean of means would differ
+    many = cluster(mini_batch_size=4, train_micro_batch_size=2).actor_trainer
+    metrics, one = many.update_all(parts), cluster().actor_trainer
+    losses = [one.update(TokenBatch.cat(parts[i : i + 2]))["loss"].value for i in (0, 2, 4)]  # the last step is smaller
+    assert many.train_steps == one.train_steps == 3
+    assert gap(weights_of(many.model), weights_of(one.model)) == 0
+    assert metrics["loss"].value == pytest.approx(sum(losses) / 3)
 
 
 def test_a_loss_without_metrics_is_called_for_its_tensor_alone():

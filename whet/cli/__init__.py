@@ -24,7 +24,9 @@ from whet.cli.registry import (
     RUN_COMMANDS,
     SUPERVISED_COMMANDS,
     TRAINING_COMMANDS,
+    check_command_config,
     config_class,
+    load_command_config,
 )
 from whet.util.garbage import pause_collector
 from whet.util.streams import flush_or_discard, has_no_reader, ignore_write_errors, open_descriptors
@@ -131,7 +133,7 @@ def _run(command: str, words: list[str]) -> None:
     print_flags = [w for w in words if w in ("--print_config", "--print-config")]
     settings = [w for w in words if w not in print_flags]
     try:
-        config = _config(command, settings)
+        config = load_command_config(command, settings)
     except ConfigError as error:
         if command in RUN_COMMANDS and not print_flags:
             _check_all(command, settings, error)
@@ -141,7 +143,7 @@ def _run(command: str, words: list[str]) -> None:
 
         print_text(dump(config), end="")
         return
-    _check(command, config)
+    check_command_config(command, config)
     from whet.observe.progress import setup_logging
 
     with (
@@ -162,7 +164,7 @@ def _data(words: list[str]) -> None:
     _check_flags(kind, words)
     if row_counts and not row_counts[-1].isdecimal():
         raise ConfigError(f"rows={row_counts[-1]}: expected how many rows to show, 0 or more")
-    config = _config(kind, words)
+    config = load_command_config(kind, words)
     from whet.observe.progress import setup_logging
 
     setup_logging()
@@ -188,7 +190,7 @@ def _env_check(words: list[str]) -> None:
     if not own["rows"].isdecimal() or not int(own["rows"]):
         raise ConfigError(f"rows={own['rows']}: expected how many rows to play, 1 or more")
     _check_flags(kind, rest)
-    config = _config(kind, rest)
+    config = load_command_config(kind, rest)
     from whet.observe.progress import setup_logging
 
     setup_logging()
@@ -221,7 +223,7 @@ def _plan(words: list[str]) -> None:
     count = counts[-1] if counts else "1"
     if not (count.isascii() and count.isdigit() and 0 < int(count) < 1e6):
         raise ConfigError(f"num_processes={count}: expected the processes of torchrun, each with a GPU, such as 8")
-    config = _config(kind, words)
+    config = load_command_config(kind, words)
     from whet.cli.plan import plan
 
     plan(config, memory, int(count))
@@ -286,89 +288,6 @@ def _keys(command: str) -> list[str]:
 
     kind, short = config_class(command)
     return [*(f.name for f in dataclasses.fields(kind)), *short, *(["seed"] if command in TRAINING_COMMANDS else [])]
-
-
-def _config(command: str, words: list[str]) -> Any:
-    """Returns the configuration of a command; None for `whet demo`, which reads its words later."""
-    if command == "demo":
-        return None
-    kind, short = config_class(command)
-    if command in TRAINING_COMMANDS:
-        from whet.config.resume import load_resumable
-
-        return load_resumable(kind, words, short)
-    if command == "eval":
-        from whet.config.evaluate import load_eval
-
-        return load_eval(words)
-    if command == "push":
-        from whet.config.push import load_push
-
-        return load_push(words)
-    if command == "report":
-        from whet.config.report import load_report
-
-        return load_report(words)
-    if command == "watch":
-        from whet.config.report import load_watch
-
-        return load_watch(words)
-    if command == "compare":
-        from whet.config.report import load_compare
-
-        return load_compare(words)
-    if command == "serve":
-        from whet.config.serve import load_serve
-
-        return load_serve(words)
-    from whet.config.generate import load_sampling
-
-    return load_sampling(kind, words)
-
-
-def _check(command: str, config: Any) -> None:
-    """Raises ConfigError for missing settings before anything large is imported; for a run, with everything else that
-    is wrong.
-    """
-    if command in RUN_COMMANDS:
-        from whet.config import check_complete, check_supervised
-        from whet.errors import ConfigError
-
-        try:
-            (check_supervised if command in SUPERVISED_COMMANDS else check_complete)(config)
-        except ConfigError:
-            from whet.cli.preflight import check_run
-
-            check_run(config)
-            raise
-    elif command == "eval":
-        from whet.config.evaluate import check_eval
-
-        check_eval(config)
-    elif command == "push":
-        from whet.config.push import check_push
-
-        check_push(config)
-    elif command == "report":
-        from whet.config.report import check_report
-
-        check_report(config)
-    elif command == "watch":
-        from whet.config.report import check_watch
-
-        check_watch(config)
-    elif command == "compare":
-        from whet.config.report import check_compare
-
-        check_compare(config)
-    elif command == "serve":
-        from whet.config.serve import check_serve
-
-        check_serve(config)
-    elif command != "demo":
-        from whet.config.generate import check_sampling
-
-        check_sampling(config)
 
 
 def _check_all(command: str, words: list[str], error: Exception) -> None:

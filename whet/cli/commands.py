@@ -179,7 +179,7 @@ def make_rl_learner(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     config = resolved.config
     check_rewards(config, resolved.train, resolved.evaluation)
     check_teacher_used(config)
-    config = _with_memory_plan(_with_engine(config))
+    config = _with_engine_that_fits(config)
     algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
     reference = None
     if algo.beta or algo.force_compute_kl:
@@ -213,6 +213,18 @@ def _with_engine(config: RunConfig) -> RunConfig:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     options = {"num_processes": ranks.size, "is_quantized": config.actor.quantization is not None}
     return dataclasses.replace(config, rollout_engine=choose_engine(config.rollout, device=device, **options))
+
+
+def _with_engine_that_fits(config: RunConfig) -> RunConfig:
+    """Chooses engine and memory; "auto" is the embedded engine where the plan with vLLM does not fit."""
+    chosen = _with_engine(config)
+    try:
+        return _with_memory_plan(chosen)
+    except ConfigError as error:
+        if config.rollout_engine != AUTO or chosen.rollout_engine != "vllm":
+            raise
+        log.info("rollout_engine auto: embedded, since with vllm %s", error)
+        return _with_memory_plan(dataclasses.replace(config, rollout_engine="embedded"))
 
 
 def _with_memory_plan(config: RunConfig) -> RunConfig:

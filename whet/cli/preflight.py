@@ -87,7 +87,7 @@ def check_run(config: RunConfig | SupervisedRunConfig, unread: Collection[str] =
 def _policy_checks(config: RunConfig, unread: Collection[str]) -> Iterator[Check]:
     """Yields the checks of a run of reinforcement learning."""
     yield "", partial(check_complete, config, unread)
-    yield "data trainer", partial(config.trainer.resolve_batch_sizes, config.data.batch_size)
+    yield "data trainer", partial(config.trainer.check_batch_sizes, config.data.batch_size)
     if not config.rollout.open_lengths:  # otherwise they follow from the data
         check_sizes = partial(ClusterConfig, rollout_config=config.rollout, training_config=config.trainer)
         yield "rollout trainer", check_sizes

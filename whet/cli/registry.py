@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 __all__ = [
@@ -12,7 +13,9 @@ __all__ = [
     "RUN_COMMANDS",
     "SUPERVISED_COMMANDS",
     "TRAINING_COMMANDS",
+    "check_command_config",
     "config_class",
+    "load_command_config",
 ]
 
 COMMANDS = {
@@ -73,40 +76,63 @@ FLAGS = {
 """Flag (a word without a value, --help aside) -> the commands that take it."""
 
 
+_CONFIGS = {
+    "eval": ("evaluate", "EvalRunConfig", "load_eval", "check_eval", "EVAL_SHORTHANDS"),
+    "push": ("push", "PushConfig", "load_push", "check_push", ""),
+    "report": ("report", "ReportConfig", "load_report", "check_report", ""),
+    "watch": ("report", "WatchConfig", "load_watch", "check_watch", ""),
+    "compare": ("report", "CompareConfig", "load_compare", "check_compare", ""),
+    "serve": ("serve", "ServeConfig", "load_serve", "check_serve", "SAMPLING_SHORTHANDS"),
+    "generate": ("generate", "GenerateConfig", "load_sampling", "check_sampling", "SAMPLING_SHORTHANDS"),
+    "chat": ("generate", "ChatConfig", "load_sampling", "check_sampling", "SAMPLING_SHORTHANDS"),
+}
+"""Command that does not train -> its module in whet.config, and there the class, what loads it and checks it, its
+short keys."""
+
+
 def config_class(command: str) -> tuple[Any, Any]:
     """Returns the configuration class of a command, and its short keys."""
     from whet import config
 
-    if command == "eval":
-        from whet.config.evaluate import EVAL_SHORTHANDS, EvalRunConfig
-
-        return EvalRunConfig, EVAL_SHORTHANDS
-    if command == "push":
-        from whet.config.push import PushConfig
-
-        return PushConfig, {}
-    if command == "report":
-        from whet.config.report import ReportConfig
-
-        return ReportConfig, {}
-    if command == "watch":
-        from whet.config.report import WatchConfig
-
-        return WatchConfig, {}
-    if command == "compare":
-        from whet.config.report import CompareConfig
-
-        return CompareConfig, {}
-    if command == "serve":
-        from whet.config.generate import SAMPLING_SHORTHANDS
-        from whet.config.serve import ServeConfig
-
-        return ServeConfig, SAMPLING_SHORTHANDS
-    if command in ("chat", "generate"):
-        from whet.config.generate import SAMPLING_SHORTHANDS, ChatConfig, GenerateConfig
-
-        return GenerateConfig if command == "generate" else ChatConfig, SAMPLING_SHORTHANDS
+    if command in _CONFIGS:
+        name, cls, _, _, shorthands = _CONFIGS[command]
+        module = import_module(f"whet.config.{name}")
+        return getattr(module, cls), getattr(module, shorthands) if shorthands else {}
     if command in SUPERVISED_COMMANDS:
         kind = {"sft": config.SFTRunConfig, "rm": config.RMRunConfig, "dpo": config.DPORunConfig}[command]
         return kind, config.shorthands(kind)
     return (config.PPORunConfig if command == "ppo" else config.RunConfig), config.SHORTHANDS
+
+
+def load_command_config(command: str, words: list[str]) -> Any:
+    """Returns the configuration of a command from its words; None for `whet demo`, which reads its words later."""
+    if command == "demo":
+        return None
+    kind, short = config_class(command)
+    if command in TRAINING_COMMANDS:
+        from whet.config.resume import load_resumable
+
+        return load_resumable(kind, words, short)
+    name, _, load, _, _ = _CONFIGS[command]
+    fn = getattr(import_module(f"whet.config.{name}"), load)
+    return fn(kind, words) if load == "load_sampling" else fn(words)
+
+
+def check_command_config(command: str, config: Any) -> None:
+    """Raises ConfigError for missing settings before anything large is imported; for a run, with everything else that
+    is wrong.
+    """
+    if command in RUN_COMMANDS:
+        from whet.config import check_complete, check_supervised
+        from whet.errors import ConfigError
+
+        try:
+            (check_supervised if command in SUPERVISED_COMMANDS else check_complete)(config)
+        except ConfigError:
+            from whet.cli.preflight import check_run
+
+            check_run(config)
+            raise
+    elif command != "demo":
+        name, _, _, check, _ = _CONFIGS[command]
+        getattr(import_module(f"whet.config.{name}"), check)(config)

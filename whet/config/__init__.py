@@ -30,7 +30,6 @@ from whet.config.run_supervised import (
     shorthands,
 )
 from whet.config.training import (
-    BatchSizes,
     CheckpointingOptions,
     ClusterConfig,
     MetricsLoggerOptions,
@@ -44,7 +43,6 @@ from whet.config.training import (
 __all__ = [
     "SHORTHANDS",
     "AlgorithmConfig",
-    "BatchSizes",
     "CheckpointingOptions",
     "ClusterConfig",
     "ConstraintConfig",

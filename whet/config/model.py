@@ -117,8 +117,8 @@ class RoleConfig:
     needs it (`whet grpo` and `whet ppo` on one GPU), else "none". true means "full", false means "none"."""
     attention: Literal["auto", "flex", "plain"] = "auto"
     """Attention over packed sequences: "flex" = FlexAttention (CUDA), "plain" = torch's operator, "auto" = whet's own
-    kernels on a CPU, flex on a GPU for shared prefixes, sliding windows, logit soft-capping or attention sinks (after
-    a check of each), and plain otherwise."""
+    kernels on a CPU; on a GPU torch's varlen_attn in half precision, else flex where plain would need a mask (after a
+    check of each), else plain."""
     trust_remote_code: Bool = False
     """Run the Python files in the folders of the weights and the tokenizer, for architectures that transformers does
     not have. Read them first: they run with your permissions."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar, Literal
 
 from pydantic import InstanceOf, field_validator, model_validator
@@ -36,7 +36,6 @@ from whet.config.rollout import RolloutConfig
 from whet.errors import ConfigError
 
 __all__ = [
-    "BatchSizes",
     "CheckpointingOptions",
     "ClusterConfig",
     "MetricsLoggerOptions",
@@ -286,27 +285,6 @@ class TrainingConfig:
         return 1536 if device == "cpu" and self.max_tokens_per_microbatch is None else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchSizes:
-    """The sizes of one step, in prompts, each with its default filled in."""
-
-    full: int
-    """One global step: one rollout."""
-    mini: int
-    """One update."""
-    train_micro: int
-    """Most prompts of one forward and backward pass."""
-    rollout_micro: int
-    """Prompts rolled out at a time."""
-    compute_logps_micro: int
-    """Most prompts of one scoring pass."""
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of an update."""
-        return self.mini // self.train_micro
-
-
 @config
 class SupervisedTrainingConfig(TrainingConfig):
     """The loop of SFT, reward models and preference training: a step is one update on data.batch_size rows.
@@ -382,16 +360,14 @@ class RLTrainingConfig(TrainingConfig):
                 "train_micro_batch_size", self.train_micro_batch_size, "mini_batch_size", self.mini_batch_size
             )
 
-    def resolve_batch_sizes(self, full: int) -> BatchSizes:
-        """Returns the hierarchy of batches for steps of so many prompts.
+    def check_batch_sizes(self, full: int) -> None:
+        """Raises ConfigError: a size of the hierarchy of batches does not divide the next.
 
+        mini_batch_size and rollout_micro_batch_size default to a whole step, train_micro_batch_size to mini_batch_size,
+        compute_logps_micro_batch_size to train_micro_batch_size.
         Args: full: prompts of one step.
-        Returns: BatchSizes: mini and rollout_micro default to full, train_micro to mini, compute_logps_micro to
-            train_micro.
-        Raises: ConfigError: one of them does not divide the next.
 
-        >>> RLTrainingConfig(mini_batch_size=8, train_micro_batch_size=2).resolve_batch_sizes(32)
-        BatchSizes(full=32, mini=8, train_micro=2, rollout_micro=32, compute_logps_micro=2)
+        >>> RLTrainingConfig(mini_batch_size=8, train_micro_batch_size=2).check_batch_sizes(32)
         """
         if isinstance(full, bool) or full != int(full) or full < 1:
             raise ConfigError(f"a step needs a positive number of prompts, got {full!r}")
@@ -404,13 +380,6 @@ class RLTrainingConfig(TrainingConfig):
         _check_divides("train_micro_batch_size", train, "mini_batch_size", mini)
         _check_divides("rollout_micro_batch_size", rollout, "batch_size", full)
         _check_divides("compute_logps_micro_batch_size", logps, "batch_size", full)
-        return BatchSizes(
-            full=full,
-            mini=mini,
-            train_micro=train,
-            rollout_micro=rollout,
-            compute_logps_micro=logps,
-        )
 
 
 def _check_divides(small_name: str, small: int, big_name: str, big: int) -> None:

@@ -12,13 +12,18 @@ elsewhere, which Landlock does not hide.
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import queue
 import socket
 import struct
 import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
@@ -95,10 +100,11 @@ class Sandbox:
             )
         self.limits = limits or SandboxLimits()
         self._confined = missing is None
-        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._workers = [_Worker(self._confined) for _ in range(workers)]
-        for worker in self._workers:
-            self._free.put(worker)
+        self._lock = threading.Lock()
+        self._free = deque(self._workers)
+        self._waiting: deque[queue.SimpleQueue[_Worker]] = deque()
+        """Threads that wait for a worker, the first first: a lock or a queue would let others overtake them."""
 
     def __enter__(self) -> Sandbox:
         return self
@@ -118,7 +124,7 @@ class Sandbox:
             if path.is_absolute() or ".." in path.parts or not path.parts or name.startswith(".stdin"):
                 raise ConfigError(f"file {name!r}: name a file inside the program's folder, such as data/a.txt")
         request = {"code": code, "stdin": stdin, "files": dict(files or {}), "limits": asdict(self.limits)}
-        worker = self._free.get()
+        worker = self._take()
         try:
             answer = worker.ask(request)
         except (OSError, EOFError, ValueError) as error:
@@ -129,15 +135,42 @@ class Sandbox:
             ended = f"the sandbox's process ended during a program ({error}); it is replaced"
             raise InfrastructureError(ended) from error
         finally:
-            self._free.put(worker)
+            self._give(worker)
         if "error" in answer:
             raise InfrastructureError(f"the sandbox could not run a program: {answer['error']}")
         return SandboxResult(**answer)
+
+    def _take(self) -> _Worker:
+        """Returns a free worker, once those that came before have theirs."""
+        with self._lock:
+            if self._free:
+                return self._free.popleft()
+            place: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+            self._waiting.append(place)
+        return place.get()
+
+    def _give(self, worker: _Worker) -> None:
+        """Passes a worker on to the first that waits."""
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().put(worker)
+            else:
+                self._free.append(worker)
 
     def close(self) -> None:
         """Ends the processes; programs that still run are killed."""
         for worker in self._workers:
             worker.close()
+
+
+@functools.lru_cache(maxsize=1)
+def _starter(pid: int) -> ThreadPoolExecutor:
+    """Returns the thread of this process that starts workers.
+
+    A worker is killed when the thread that started it ends, so this has to be one that lasts. Args: pid: a fork has
+    none of its parent's threads.
+    """
+    return ThreadPoolExecutor(1, thread_name_prefix="whet-sandbox")
 
 
 class _Worker:
@@ -146,19 +179,16 @@ class _Worker:
     def __init__(self, confined: bool) -> None:
         self._connection, other = socket.socketpair()
         with other:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    sandbox_server.__file__,
-                    str(other.fileno()),
-                    "confined" if confined else "open",
-                ],
+            mode = "confined" if confined else "open"
+            start = functools.partial(
+                subprocess.Popen,
+                [sys.executable, "-I", sandbox_server.__file__, str(other.fileno()), mode],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,
             )
+            self._process = _starter(os.getpid()).submit(start).result()
         self._stream = cast(IO[bytes], self._connection.makefile("rwb"))
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class RLTask(Task):
             if isinstance(learner.reward_manager, RewardManager):
                 learner.reward_manager.check(list(stream.source[0].columns))
                 learner.reward_manager.check_answers((p.row, p.columns) for p in stream.source)
-        c.resolve_batch_sizes(stream.batch_size)
+        c.check_batch_sizes(stream.batch_size)
         return stream
 
     def _show_first(self, stream: PromptStream, encode: PromptEncoder) -> None:
@@ -222,10 +222,6 @@ class RLTask(Task):
     def planned_passes(self, batch_size: int) -> dict[str, str]:
         """See RLLearner."""
         return self.learner.planned_passes(batch_size)
-
-    def num_updates(self, batch_size: int) -> int:
-        """See RLLearner."""
-        return self.learner.num_updates(batch_size)
 
     def total_updates(self, role: Role, steps: int, batch_size: int) -> int:
         """See RLLearner."""

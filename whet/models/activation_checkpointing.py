@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from whet.errors import ConfigError, lookup_error
 from whet.models.matmul import onednn_unsupported_reason
+from whet.models.varlen import OPERATORS
 from whet.native.segments import OPERATOR
 
 __all__ = ["MODES", "checkpoint_activations"]
@@ -38,6 +39,7 @@ _SAVED_OPERATORS = [
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_fused_attention_overrideable.default,
     OPERATOR,
+    *OPERATORS,
 ]
 """The operators whose results "selective" saves. It does not save bmm: eager attention computes its scores with bmm,
 and their size is quadratic in the length."""

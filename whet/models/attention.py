@@ -1,8 +1,9 @@
 """Attention over packed rows that share prefixes, under the name "whet" in transformers' registry.
 
 A layout defines which tokens a token attends to. The model passes it down as the keyword `whet_layout=`, and each layer
-calls `whet_attn` with it. Importing this module registers the name. Three implementations run a layout:
+calls `whet_attn` with it. Importing this module registers the name. Four implementations run a layout:
 - the C++ kernels, on a CPU (native/segments.py);
+- torch's varlen_attn, on a GPU in half precision, without caps and sinks, if a comparison passes (varlen.py);
 - FlexAttention, on a GPU if the rows need masks and the probe passes (flex.py);
 - torch's operator, with one call per bucket, in all other cases (buckets.py).
 Dim legend: B rows, T tokens, H query heads, D head size.
@@ -22,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.models.buckets import BucketRow, segment_positions
 from whet.models.flex import FlexCase, FlexRow, flex_unsupported_reason, record_flex_failure
+from whet.models.varlen import VarlenRow, varlen_unsupported_reason
 from whet.native.build import log_fallback
 from whet.native.segments import SegmentTables, attend_segments, segments_unsupported_reason
 
@@ -84,8 +86,8 @@ class SegmentLayout(Layout):
         lengths: tokens of each segment, in row order.
         parents: -1 = root, else an earlier segment.
         device: the device of the index tensors.
-        attention: one of KERNELS. "auto" uses the native kernels on a CPU, and flex on a GPU if the rows need masks and
-            the probe passes.
+        attention: one of KERNELS. "auto" uses the native kernels on a CPU; on a GPU varlen_attn, or flex if the rows
+            need masks, where its comparison passes.
         multiple: torch's operator pads the tokens of a bucket, and those of its ancestors, to a multiple of this
             number, so that fewer shapes occur.
     Raises: DataError: an empty segment, or a parent that is not an earlier segment.
@@ -133,13 +135,15 @@ class SegmentLayout(Layout):
         """
         mapped = copy.copy(self)
         mapped._tables = {}
-        for name in ("bucket_row", "_flex"):
+        for name in ("bucket_row", "_flex", "_varlen"):
             vars(mapped).pop(name, None)
         mapped.position_ids = fn(self.position_ids)
         if self.attention != "flex":
             mapped.bucket_row = self.bucket_row.map_tensors(fn)
         if self.attention == "flex" or (self.attention == "auto" and not self.bucket_row.needs_no_mask(None)):
             mapped._flex = self._flex.map_tensors(fn)
+        if self.attention == "auto":
+            mapped._varlen = self._varlen.map_tensors(fn)
         return mapped
 
     @functools.cached_property
@@ -151,6 +155,10 @@ class SegmentLayout(Layout):
     @functools.cached_property
     def _flex(self) -> FlexRow:
         return FlexRow(self.lengths, self.parents, self.position_ids)
+
+    @functools.cached_property
+    def _varlen(self) -> VarlenRow:
+        return VarlenRow(self.lengths, self.parents, self.position_ids.device)
 
     def attend(
         self,
@@ -173,6 +181,10 @@ class SegmentLayout(Layout):
             raise DataError(
                 f"a layout of 1 row of {self.position_ids.shape[1]} tokens was given {q.shape[0]} of {q.shape[2]}"
             )
+        if self.attention == "auto" and q.is_cuda and softcap is None and sinks is None and self._varlen.fits:
+            case = FlexCase.from_call(q, k, v, scale=scale, softcap=None, sinks=None)
+            if varlen_unsupported_reason(case) is None:
+                return self._varlen.attend(q, k, v, scale=scale, window=window)
         if self._use_flex(q, k, v, window, softcap, sinks, scale):
             try:
                 return self._flex.attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)

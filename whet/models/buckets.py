@@ -20,7 +20,7 @@ from torch import Tensor
 from whet.models.sdpa import masked_attention
 from whet.ops.masked import fp32_or_wider
 
-__all__ = ["Bucket", "BucketRow", "segment_positions"]
+__all__ = ["Bucket", "BucketRow", "segment_positions", "token_places"]
 
 SLACK = 4096
 """Padding up to this many query-key pairs costs less than another call."""
@@ -51,7 +51,7 @@ class BucketRow:
     def __init__(
         self, lengths: Sequence[int], parents: Sequence[int], device: torch.device | str, multiple: int
     ) -> None:
-        places, above = _token_places(lengths, parents)
+        places, above = token_places(lengths, parents)
         self.buckets = [
             Bucket([places[i] for i in ids], [above[i] for i in ids], device, multiple)
             for ids in _plan_buckets(places, above, multiple)
@@ -163,8 +163,12 @@ class Bucket:
         return self._masks[key]
 
 
-def _token_places(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """For each segment, the indices of its own tokens in the row, and of its ancestors' tokens from the root on."""
+def token_places(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """For each segment, the indices of its own tokens in the row, and of its ancestors' tokens from the root on.
+
+    >>> token_places([2, 1], [-1, 0])
+    ([array([0, 1]), array([2])], [array([], dtype=int64), array([0, 1])])
+    """
     starts = np.cumsum([0, *lengths])
     places = [np.arange(a, b) for a, b in itertools.pairwise(starts)]
     chains: dict[int, np.ndarray] = {-1: np.arange(0)}

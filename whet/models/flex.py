@@ -12,8 +12,8 @@ token, for every tree and every window, so the kernel is compiled once.
 The row is padded to blocks of 128. A padding token sees only itself. Only blocks with a visible pair are run.
 Dim legend: T tokens, P tokens with padding; H query heads, KV key heads, D head size; N = P / 128 blocks.
 
-Left out on purpose: torch's varlen_attn (it has no shared prefixes, and no grouped heads before torch 2.12), kernel
-options, autotuning, and float64 (FlexAttention has no kernel for it).
+Left out on purpose: kernel options, autotuning, and float64 (FlexAttention has no kernel for it). varlen.py has rows
+that need neither caps nor sinks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,16 @@ from whet.ops.masked import fp32_or_wider
 from whet.util.device import on_device
 from whet.util.transfer import to_device
 
-__all__ = ["FlexCase", "FlexRow", "depth_first_order", "flex_unsupported_reason", "record_flex_failure"]
+__all__ = [
+    "FlexCase",
+    "FlexRow",
+    "compare_with_plain",
+    "depth_first_order",
+    "describe_case",
+    "flex_unsupported_reason",
+    "record_flex_failure",
+    "run_apart",
+]
 
 log = logging.getLogger("whet")
 
@@ -263,7 +272,7 @@ def record_flex_failure(case: FlexCase, error: Exception) -> str:
     reason = f"it does not compile: {format_exception(error, 200)}"
     if _probe_once(case).reason is None:
         _probe_once(case).reason = reason
-        log.warning("packed attention (%s): using plain from now on, because %s", _describe(case), reason)
+        log.warning("packed attention (%s): using plain from now on, because %s", describe_case(case), reason)
     return reason
 
 
@@ -272,46 +281,72 @@ def _probe_once(case: FlexCase) -> _ProbeResult:
     """Probes a case once, and logs the result once."""
     reason = _probe(case)
     if reason is None:
-        log.info("packed attention (%s): using FlexAttention", _describe(case))
+        log.info("packed attention (%s): using FlexAttention", describe_case(case))
     else:
-        log.warning("packed attention (%s): using plain, because %s", _describe(case), reason)
+        log.warning("packed attention (%s): using plain, because %s", describe_case(case), reason)
     return _ProbeResult(reason)
 
 
-def _describe(case: FlexCase) -> str:
+def describe_case(case: FlexCase) -> str:
+    """Describes a case in the words of the log."""
     use = "training" if any(case.grads) else "scoring"
     dtype = str(case.dtype).removeprefix("torch.")
     return f"{case.heads} query / {case.groups} KV heads, size {case.size}, {dtype}, {use}"
 
 
 def _probe(case: FlexCase) -> str | None:
-    """Compiles and compares in a new thread, where the hooks, modes and grad state of the calling layer are not set."""
+    """Compiles and compares with the plain path."""
     if case.dtype not in TOLERANCE:
         return f"FlexAttention has no kernel in {case.dtype}"
 
-    def compare_on_device() -> str | None:
+    def compare() -> str | None:
         if torch._dynamo.config.disable:  # private, like recompile_limit: if they are gone, the probe fails
             return "torch.compile is off (TORCHDYNAMO_DISABLE)"
-        with on_device(case.device):  # a new thread starts on the first device
-            return _compare_with_plain(case)
+        return _compare_with_plain(case)
 
     try:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(compare_on_device).result()
+        return run_apart(case.device, compare)
     except Exception as error:  # dynamo, inductor, triton and its C compiler have many exception classes
         return f"it does not compile: {format_exception(error, 200)}"
 
 
+def run_apart(device: torch.device, compare: Callable[[], str | None]) -> str | None:
+    """Runs a comparison in a new thread, where the hooks, modes and grad state of the calling layer are not set."""
+
+    def compare_on_device() -> str | None:
+        with on_device(device):  # a new thread starts on the first device
+            return compare()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(compare_on_device).result()
+
+
 def _compare_with_plain(case: FlexCase) -> str | None:
-    """Describes the first difference from the plain path that exceeds the tolerance; None = there is none."""
+    """Calls `compare_with_plain` for flex."""
+
+    def make(lengths: Sequence[int], parents: Sequence[int]) -> Callable[..., Tensor]:
+        return FlexRow(
+            lengths, parents, torch.from_numpy(segment_positions(lengths, parents))[None].to(case.device)
+        ).attend
+
+    return compare_with_plain(case, make)
+
+
+def compare_with_plain(
+    case: FlexCase, make: Callable[[Sequence[int], Sequence[int]], Callable[..., Tensor]]
+) -> str | None:
+    """Compares values and gradients of a kernel with those of the plain path, on the rows of PROBES.
+
+    Args: case: the properties of the calls. make: (lengths, parents) -> the kernel's attention over that row.
+    Returns: the first difference that exceeds the tolerance; None = there is none.
+    """
     generator = torch.Generator().manual_seed(0)
     tf32 = case.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     limit = TF32_TOLERANCE if tf32 else TOLERANCE[case.dtype]
     names = [n for n, g in zip(("dq", "dk", "dv", "dsinks"), case.grads) if g]
     for lengths, parents in PROBES + (UNPADDED_PROBES if any(case.pitches) else ()):
-        positions = torch.from_numpy(segment_positions(lengths, parents))[None].to(case.device)
-        row, tokens = FlexRow(lengths, parents, positions), sum(lengths)
-        plain, flex = BucketRow(lengths, parents, case.device, multiple=1).attend, row.attend
+        plain, kernel = BucketRow(lengths, parents, case.device, multiple=1).attend, make(lengths, parents)
+        tokens = sum(lengths)
         inputs = _random_inputs(case, tokens, generator)
         grad = torch.randn(1, case.heads, tokens, case.value_size, generator=generator).to(case.device, case.dtype)
         for window in (None, 33):
@@ -319,7 +354,7 @@ def _compare_with_plain(case: FlexCase) -> str | None:
             options = {"scale": scale, "window": window, "softcap": 2.0 if case.softcap else None}
             with torch.inference_mode(case.inference), torch.set_grad_enabled(any(case.grads)):
                 expected = _run(plain, [x.float() for x in inputs], grad.float(), case.grads, options)
-                actual = _run(flex, inputs, grad, case.grads, options)
+                actual = _run(kernel, inputs, grad, case.grads, options)
             for name, a, b in zip(("output", *names), actual, expected):
                 error = float((a.float() - b).abs().max() / b.abs().max())
                 if not error <= limit:

@@ -1,4 +1,4 @@
-"""Low-rank adapters that PEFT has put into a model: find them, switch them off and on, compute effective weights.
+"""Low-rank adapters that PEFT has put into a model: find them, switch them off and on, merge them for engines.
 
     y = W x + b + Σ s B A x        effective weight: W + Σ s B A, over the active adapters
 
@@ -7,8 +7,8 @@ are wrapped. The engine's fused backbone and the native kernels multiply by a co
 effective weight. In half precision the adapter's part is often smaller than the rounding of W, and a rounded sum would
 lose it. There the engine multiplies by both, W x and s B A x, as the layer itself does.
 Dim legend: O out, I in, r rank.
-Left out on purpose: making, saving and merging adapters (lora.py); other kinds than plain LoRA (DoRA, biases of an
-adapter), whose layers run as their own modules.
+Left out on purpose: making and saving adapters, and merged models as files (lora.py); other kinds than plain LoRA
+(DoRA, biases of an adapter), whose layers run as their own modules.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = [
     "Adapter",
     "SeededDropout",
     "base_parameters",
-    "base_weights",
     "effective_weight",
     "is_adapter_layer",
     "lora_factors",
     "merged_weight",
+    "merged_weights",
     "plain_linear",
 ]
 
@@ -281,7 +281,7 @@ def base_parameters(module: nn.Module) -> dict[str, tuple[nn.Parameter, Any]]:
 
 
 @torch.no_grad()
-def base_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a model without adapters, one at a time: adapters are merged and 4-bit weights dequantized.
 
     Args: module: any model; it is not changed.

@@ -1,4 +1,4 @@
-"""Corrections for the gap between the sampler's logprobs and the trainer's of the same tokens.
+"""Corrections for the gap between the sampler's logprobs and the trainer's of the same tokens: TIS, MIS and masks.
 
 A sampler logprob of NaN means unknown. Its token has a weight of 1, as if the two agreed (as in TRL), and is left out
 of mismatch_metrics and of the metrics of an update. Engines never report NaN; a user's own rollout may.

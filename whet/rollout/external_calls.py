@@ -42,7 +42,8 @@ class ExternalCall:
     name: str
     """For messages."""
     timeout_s: float | None = None
-    """Time limit from the start of the function, without its waiting for its turn; None = no limit."""
+    """Time limit from the start of the function, without its waiting for its turn or for a processor; None = no
+    limit. A plain function that has returned within it is in time, however late its value arrives."""
     phase: str = "tools"
     """The name under which its seconds are counted."""
     only_waits: bool = False
@@ -150,28 +151,65 @@ class ExternalCalls:
         try:
             async with nullcontext() if call.only_waits else self._semaphore:
                 started = time.monotonic()
-                limit = asyncio.timeout(call.timeout_s)
+                limit, progress = asyncio.timeout(None), _Progress()
                 try:
                     async with limit:
-                        value = await run_function(call.function)
+                        if call.timeout_s is not None:
+                            progress.watch(limit, call.timeout_s)
+                        value = await run_function(call.function, progress)
                     result = CallResult(key=key, value=value, seconds=time.monotonic() - started)
                 except TimeoutError as error:
                     late = CallTimeoutError(f"{call.name} returned nothing within {call.timeout_s} s")
                     raised = late if limit.expired() else error
                     result = CallResult(key=key, error=raised, seconds=time.monotonic() - started)
+                finally:
+                    progress.end()
         except BaseException as error:  # also SystemExit in a tool, and the cancelling of this task
             result = CallResult(key=key, error=error, seconds=time.monotonic() - started)
         self._results.put(result)
         self._tasks.pop(key, None)
 
 
-async def run_function(function: Callable[[], Any]) -> Any:
+class _Progress:
+    """How far a function has come: on a busy machine neither its thread nor the loop runs at once."""
+
+    def __init__(self) -> None:
+        self.begun: float | None = None
+        """The time at which it began."""
+        self.has_returned = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, limit: asyncio.Timeout, timeout_s: float) -> None:
+        """Ends the limit once the function has run for too long."""
+        now = time.monotonic()
+        rest = timeout_s - (now - (now if self.begun is None else self.begun))
+        if rest > 0:
+            self._timer = asyncio.get_running_loop().call_later(rest, self._look, limit, timeout_s)
+        else:
+            limit.reschedule(asyncio.get_running_loop().time())
+
+    def end(self) -> None:
+        """Ends the watch."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self, limit: asyncio.Timeout, timeout_s: float) -> None:
+        if not self.has_returned:
+            self.watch(limit, timeout_s)
+
+
+async def run_function(function: Callable[[], Any], progress: _Progress | None = None) -> Any:
     """Returns the value of a function: an async one is awaited, a plain one runs in a thread.
 
-    The thread is a daemon: one that hangs does not keep the program alive.
+    The thread is a daemon: one that hangs does not keep the program alive. Args: progress: is told how far it comes.
     """
+    progress = progress or _Progress()
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        return await function()
+        progress.begun = time.monotonic()
+        try:
+            return await function()
+        finally:
+            progress.has_returned = True
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
@@ -186,13 +224,20 @@ async def run_function(function: Callable[[], Any]) -> Any:
     def run() -> None:
         value: Any = None
         raised: BaseException | None = None
+        progress.begun = time.monotonic()
         try:
             value = context.run(function)
         except BaseException as error:
             raised = error
+        progress.has_returned = not inspect.isawaitable(value)
         with suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(set_outcome, value, raised)
 
     threading.Thread(target=run, name="whet-call", daemon=True).start()
     value = await future
-    return await value if inspect.isawaitable(value) else value
+    if not inspect.isawaitable(value):
+        return value
+    try:
+        return await value
+    finally:
+        progress.has_returned = True

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.loaded_model import LoadedModel
-from whet.models.lora_layers import base_weights
+from whet.models.lora_layers import merged_weights
 from whet.models.modes import max_positions
 from whet.models.self_check import probe_tokens
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
@@ -103,7 +103,7 @@ class SGLangEngine(ExternalEngine):
             write_config(module, Path(folder))
             start = config.sglang.model_version or folder
             self._engine: Any = package.Engine(model_path=start, **arguments)
-        self._send(base_weights(module))
+        self._send(merged_weights(module))
         self.backends = {"sglang": package.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
         """SGLang's version, and the mean difference of its logprobs of a prompt from the module's."""
 

@@ -33,7 +33,7 @@ from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.config_sizes import kv_bytes_per_token
 from whet.models.loaded_model import LoadedModel
-from whet.models.lora_layers import base_weights
+from whet.models.lora_layers import merged_weights
 from whet.models.self_check import probe_tokens
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.external_engine import (
@@ -131,7 +131,7 @@ class VLLMEngine(ExternalEngine):
         try:
             self._positions = int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
             # Also where a folder has the same weights: a parameter that can't be updated shows now, not after a step.
-            self.update(0, base_weights(module))
+            self.update(0, merged_weights(module))
             self.backends = {"vllm": self._vllm.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
             """vLLM's version, and the mean difference of its logprobs of a prompt from the module's."""
         except BaseException:

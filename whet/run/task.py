@@ -66,13 +66,9 @@ class Task(Observer):
         """Returns the passes of a step besides its updates, with those that it skips: name -> description."""
         return {}
 
-    def num_updates(self, batch_size: int) -> int:
-        """Returns the number of optimizer steps of a step with `batch_size` items."""
-        return 1
-
     def total_updates(self, role: Role, steps: int, batch_size: int) -> int:
         """Returns the number of optimizer steps of a role in `steps` steps of `batch_size` items, for its schedule."""
-        return steps * self.num_updates(batch_size)
+        return steps
 
     def evaluate(self, run: Run, step: int) -> dict[str, float]:
         """Evaluates on the evaluation data. Returns: the row to be logged."""

@@ -76,7 +76,9 @@ class RunFolder:
             ) from error
         try:
             if resume_step is None:
-                self._refuse_old_run()
+                check_no_run(self.path)  # even one with an unreadable metrics.jsonl
+                if _read(self.path / "metrics.jsonl").torn:  # a run was killed while it wrote its first row
+                    write_atomic(self.path / "metrics.jsonl", b"")
                 step = None
             else:
                 step = resume_step() if callable(resume_step) else resume_step
@@ -123,12 +125,6 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
         return self.path / "checkpoints"
-
-    def _refuse_old_run(self) -> None:
-        """Raises ConfigError if the folder holds a run, even one with an unreadable metrics.jsonl."""
-        check_no_run(self.path)
-        if _read(self.path / "metrics.jsonl").torn:  # a run was killed while it wrote its first row
-            write_atomic(self.path / "metrics.jsonl", b"")
 
     def _remove_temporary_files(self) -> None:
         """Removes half-written files of killed processes; restores final/ if its replacement was interrupted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from whet.metrics import Mean, Sum, merge
 from whet.ops import token_weights, unit_weights
 from whet.ops.loss_aggregation import Weighting
 from whet.train.metric_reduction import REDUCTIONS, Metrics, Reductions
-from whet.train.worker import Divergence, Loss, ModelWorker
+from whet.train.worker import Loss, LossNeeds, ModelWorker
 from whet.types import TokenBatch
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ class RoleTrainer:
         worker: the model.
         loss: per token.
         loss_agg_mode, loss_agg_norm: how token losses become one number, for batches without weights.
-        accumulate: `update_all` makes one optimizer step of this many batches.
         role: the model's. The actor's metrics have plain names; those of another role begin with it: critic/loss.
     """
 
@@ -50,7 +49,6 @@ class RoleTrainer:
         loss: Loss,
         loss_agg_mode: str | Weighting = "token-mean",
         loss_agg_norm: float | None = None,
-        accumulate: int = 1,
         role: Role | str = Role.ACTOR,
     ) -> None:
         self.worker = worker
@@ -60,11 +58,7 @@ class RoleTrainer:
         self.loss_agg_mode = loss_agg_mode
         self.loss_agg_norm = loss_agg_norm
         self.loss_agg_units: Literal["trained", "all"] = "trained"
-        self.accumulate = accumulate
-        self.entropy = False
-        self.constants: frozenset[str] = frozenset()
-        self.scores = False
-        self.divergence: Divergence | None = None
+        self.needs: LossNeeds = {}
         self.loss_per: Literal["token", "unit"] = "token"
         self.reductions: dict[str, dict[str, str]] = {}
         self.displayed: tuple[str, ...] = ()
@@ -84,10 +78,7 @@ class RoleTrainer:
         loss_agg_norm: float | None = None,
         loss_agg_units: Literal["trained", "all"] | None = None,
         loss_per: Literal["token", "unit"] | None = None,
-        entropy: bool | None = None,
-        constants: Collection[str] | None = None,
-        scores: bool | None = None,
-        divergence: Divergence | None = None,
+        **needs: Unpack[LossNeeds],
     ) -> RoleTrainer:
         """Sets the loss: `loss(x: LossInputs) -> (per token [s], {name: [s]})`.
 
@@ -98,10 +89,7 @@ class RoleTrainer:
             loss_agg_mode, loss_agg_norm: how token losses become one number.
             loss_agg_units: a mean over trajectories (units) counts those with a trained token, or all.
             loss_per: the loss returns a number for each token, or for each unit of TokenBatch.unit_of.
-            entropy: the loss needs x.entropy.
-            constants: those of types.loss.CONSTANTS that the loss needs: "correct" for x.correct.
-            scores: the loss needs x.scores, of a model with a value head.
-            divergence: the loss needs x.divergence, from this teacher's distribution.
+            needs: what the loss reads besides the log-probabilities: entropy=True, for example; see LossNeeds.
         """
         self.loss = loss
         self.loss_agg_mode = loss_agg_mode or self.loss_agg_mode
@@ -109,10 +97,7 @@ class RoleTrainer:
             self.loss_agg_norm = loss_agg_norm
         self.loss_agg_units = loss_agg_units or self.loss_agg_units
         self.loss_per = loss_per or self.loss_per
-        self.entropy = self.entropy if entropy is None else entropy
-        self.constants = self.constants if constants is None else frozenset(constants)
-        self.scores = self.scores if scores is None else scores
-        self.divergence = divergence or self.divergence
+        self.needs = {**self.needs, **needs}
         return self
 
     def with_rl_metrics_to_log(
@@ -186,16 +171,6 @@ class RoleTrainer:
         left_out = () if self.is_on_policy(batch) else self.on_policy_metrics
         return {**self.reductions, **{name: {} for name in left_out}}
 
-    @property
-    def _loss_options(self) -> dict[str, Any]:
-        """The options of forward_backward that the loss needs."""
-        return {
-            "entropy": self.entropy,
-            "constants": self.constants,
-            "scores": self.scores,
-            "divergence": self.divergence,
-        }
-
     def update(
         self,
         batch: TokenBatch,
@@ -217,8 +192,8 @@ class RoleTrainer:
         batch = self.add_loss_weights(batch)
         selected = batch if select is None else batch.select(select(batch))
         reductions = self._reductions(batch)
-        metrics = self.worker.forward_backward(selected, self.loss, **self._loss_options, reductions=reductions)
-        metrics = merge(_per_update(metrics), self.worker.optim_step())
+        metrics = self.worker.forward_backward(selected, self.loss, reductions=reductions, **self.needs)
+        metrics = merge(per_update(metrics), self.worker.optim_step())
         if metrics["optim/skipped"].value:
             self._log_skipped(metrics)
         else:
@@ -255,31 +230,6 @@ class RoleTrainer:
                 f"{lower_lr_advice(self.role)}. Check the rewards and the loss for huge values too"
             )
 
-    def update_all(self, batches: Iterable[Any]) -> Metrics:
-        """Takes one optimizer step for every `accumulate` batches of a data set, and a last one for the remainder.
-
-        Raises: DataError: there is no batch.
-        """
-        metrics: Metrics = {}
-        accumulated: list[TokenBatch] = []
-        for item in _check_batches(batches):
-            accumulated.append(self._check_batch(item))
-            if len(accumulated) == self.accumulate:
-                metrics = merge(metrics, self.update(TokenBatch.cat(accumulated)))
-                accumulated = []
-        if accumulated:
-            return merge(metrics, self.update(TokenBatch.cat(accumulated)))
-        if not metrics:
-            raise DataError("the data set has no batch, so nothing would be updated; give at least one")
-        return metrics
-
-    def evaluate(self, batches: Iterable[Any]) -> Metrics:
-        """Computes the loss and its metrics over a data set, without an update."""
-        metrics: Metrics = {}
-        for item in _check_batches(batches):
-            metrics = merge(metrics, _per_update(self.evaluate_batch(self._check_batch(item))))
-        return metrics
-
     def evaluate_batch(self, batch: TokenBatch) -> Metrics:
         """Computes the loss and its metrics on a batch.
 
@@ -287,15 +237,8 @@ class RoleTrainer:
         Args: batch: `weights` are added if it has none.
         """
         batch = self.add_loss_weights(batch)
-        metrics = self.worker.evaluate(batch, self.loss, **self._loss_options, reductions=self._reductions(batch))
+        metrics = self.worker.evaluate(batch, self.loss, reductions=self._reductions(batch), **self.needs)
         return self._prefixed(metrics)
-
-    def _check_batch(self, item: Any) -> TokenBatch:
-        """Returns an item of a data set. Raises DataError: it is not a batch, or its ids are not the model's."""
-        if not isinstance(item, TokenBatch):
-            raise DataError(f"expected a TokenBatch, got {type(item).__name__}; make one by TokenBatch.from_groups")
-        loaded = self.worker.loaded
-        return check_ids(item, loaded.num_ids, loaded.name)
 
 
 def check_ids(batch: TokenBatch, num_ids: int, name: str) -> TokenBatch:
@@ -304,15 +247,6 @@ def check_ids(batch: TokenBatch, num_ids: int, name: str) -> TokenBatch:
     if highest >= num_ids:
         raise DataError(f"token id {highest} is outside the {num_ids} ids that {name} knows; take its own tokenizer")
     return batch
-
-
-def _check_batches(batches: Any) -> Iterable[Any]:
-    """Returns a data set of batches. Raises DataError for a single batch, or a mapping of its arrays."""
-    if isinstance(batches, Mapping | TokenBatch) or not isinstance(batches, Iterable):
-        raise DataError(
-            f"expected batches, one for each mini-batch, got {type(batches).__name__}; give a list, e.g. [batch]"
-        )
-    return batches
 
 
 def lower_lr_advice(role: Role = Role.ACTOR) -> str:
@@ -329,6 +263,6 @@ def lower_lr_advice(role: Role = Role.ACTOR) -> str:
     )
 
 
-def _per_update(metrics: Metrics) -> Metrics:
+def per_update(metrics: Metrics) -> Metrics:
     """Turns sums over one mini-batch (the loss, and metrics weighted like it) into means over mini-batches."""
     return {n: Mean(m.value) if isinstance(m, Sum) else m for n, m in metrics.items()}

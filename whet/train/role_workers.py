@@ -265,9 +265,9 @@ class RoleWorkers:
         empty_cache(worker.device)  # an engine with its own allocator takes the memory that is free
         return worker
 
-    def add_trainer(self, role: Role, loss: Loss, *, accumulate: int = 1, plain: bool = False) -> RoleTrainer:
+    def add_trainer(self, role: Role, loss: Loss, *, plain: bool = False) -> RoleTrainer:
         """Makes the trainer of a role. Args: plain: its metrics have no prefix, whatever the role."""
-        trainer = RoleTrainer(self._workers[role], loss=loss, accumulate=accumulate, role=role)
+        trainer = RoleTrainer(self._workers[role], loss=loss, role=role)
         if plain:
             trainer.prefix = ""
         self._trainers[role] = trainer

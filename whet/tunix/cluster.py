@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -68,14 +68,15 @@ class RLEngine(cluster.RLCluster):
         self._restored: int | None = None
         super().__init__(tokenizer=inner_tokenizer(tokenizer), cluster_config=core, **models)
 
-    def add_trainer(self, role: Role, loss: Loss, *, accumulate: int = 1, plain: bool = False) -> RoleTrainer:
+    def add_trainer(self, role: Role, loss: Loss, *, plain: bool = False) -> RoleTrainer:
         """Gives a role a trainer with Tunix's methods. Args: plain: no effect: metrics have the prefix of the role."""
+        c = self.training_config
         self._trainers[role] = trainer = Trainer(
             self._workers[role],
-            config=self.training_config,
+            accumulate=(c.mini_batch_size or 1) // (c.train_micro_batch_size or c.mini_batch_size or 1),
+            config=c,
             restored=lambda: self.restored_step,
             loss=loss,
-            accumulate=accumulate,
             role=role,
         )
         return trainer
@@ -93,6 +94,16 @@ class RLEngine(cluster.RLCluster):
                 mesh=self.r2m.get(roles.Role.ROLLOUT),
                 rollout_config=self.get_rollout_config(),
             )
+
+    @property
+    def actor_trainer(self) -> Trainer:
+        """The actor's update, with Tunix's methods."""
+        return cast(Trainer, super().actor_trainer)
+
+    @property
+    def critic_trainer(self) -> Trainer:
+        """The critic's. Raises ConfigError where the cluster has no critic."""
+        return cast(Trainer, super().critic_trainer)
 
     # ---- workers -------------------------------------------------------------------------------------------------
 
@@ -304,7 +315,7 @@ class RLEngine(cluster.RLCluster):
         """Updates the critic: see `update_actor`. The loss is the clipped value loss until another is set."""
         return self._update(self.critic_trainer, train_ds, eval_ds)
 
-    def _update(self, trainer: RoleTrainer, train_ds: Iterable[Any], eval_ds: Iterable[Any] | None) -> Metrics:
+    def _update(self, trainer: Trainer, train_ds: Iterable[Any], eval_ds: Iterable[Any] | None) -> Metrics:
         with self.trace.span("update"):
             metrics = trainer.update_all(train_ds)
         if eval_ds is not None:

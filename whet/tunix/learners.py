@@ -194,7 +194,7 @@ class TunixLearner(RLLearner):
         if not isinstance(trainer, Trainer) or trainer.training_hooks is None:
             return
         scored = self.assign_advantages(self.score(self.batch(step)))
-        super(Trainer, trainer).evaluate([scored.batch])
+        trainer.evaluate_batch(scored.batch)
 
     # ---- a user's own rollout ------------------------------------------------------------------------------------
 

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from whet.config import TrainingConfig
-from whet.errors import ConfigError
+from whet.errors import ConfigError, DataError
 from whet.metrics import merge
 from whet.train.metric_reduction import REDUCTIONS, Metrics
-from whet.train.role_trainer import RoleTrainer
+from whet.train.role_trainer import RoleTrainer, check_ids, per_update
 from whet.train.worker import Loss
 from whet.tunix.padded import example_to_batch
 from whet.types import TokenBatch
@@ -81,12 +81,15 @@ class Trainer(RoleTrainer):
     """Updates one model: whet's RoleTrainer with Tunix's methods.
 
     Args: config: the intervals and the end of `train`. restored: returns the step of the newest checkpoint, 0 = none.
-        options: RoleTrainer's.
+        accumulate: `update_all` makes one optimizer step of this many batches. options: RoleTrainer's.
     """
 
-    def __init__(self, worker: Any, *, config: TrainingConfig, restored: Callable[[], int], **options: Any) -> None:
+    def __init__(
+        self, worker: Any, *, config: TrainingConfig, restored: Callable[[], int], accumulate: int, **options: Any
+    ) -> None:
         super().__init__(worker, **options)
         self.config = config
+        self.accumulate = accumulate
         self.training_hooks: Any = None
         """The training hooks that were set: an object with the methods of TrainingHooks."""
         self.data_hooks: Any = None
@@ -118,11 +121,10 @@ class Trainer(RoleTrainer):
         return self
 
     def _check_batch(self, item: Any) -> TokenBatch:
-        """Returns an item of a data set as a batch. Raises DataError: its arrays don't fit."""
+        """Returns an item of a data set as a batch. Raises DataError: its arrays or its ids don't fit."""
         item = self._input_fn(item)
-        return super()._check_batch(
-            item if isinstance(item, TokenBatch) else example_to_batch(item, version=self.worker.version)
-        )
+        batch = item if isinstance(item, TokenBatch) else example_to_batch(item, version=self.worker.version)
+        return check_ids(batch, self.worker.loaded.num_ids, self.worker.loaded.name)
 
     def with_rl_metrics_to_log(
         self,
@@ -159,6 +161,18 @@ class Trainer(RoleTrainer):
         self.call_hook("on_train_step_start")
         metrics = super().update(batch, **options)
         self.call_hook("on_train_step_end", self.train_steps, metrics[f"{self.prefix}loss"].value)
+        return metrics
+
+    def update_all(self, batches: Iterable[Any]) -> Metrics:
+        """Takes one optimizer step for every `accumulate` batches of a data set, and a last one for the remainder.
+
+        Raises: DataError: there is no batch.
+        """
+        metrics: Metrics = {}
+        for part in _chunks(self.accumulate, _check_batches(batches)):
+            metrics = merge(metrics, self.update(TokenBatch.cat([self._check_batch(item) for item in part])))
+        if not metrics:
+            raise DataError("the data set has no batch, so nothing would be updated; give at least one")
         return metrics
 
     def evaluate_batch(self, batch: TokenBatch) -> Metrics:
@@ -208,7 +222,8 @@ class Trainer(RoleTrainer):
 
     def evaluate(self, batches: Iterable[Any]) -> Metrics:
         """Returns the loss and its metrics over a data set, or over the data hooks' batches, without an update."""
-        return super().evaluate(list(self._source(batches, "load_next_eval_batch")))
+        items = _check_batches(self._source(batches, "load_next_eval_batch"))
+        return merge(*(per_update(self.evaluate_batch(self._check_batch(item))) for item in items))
 
     def _source(self, batches: Iterable[Any] | None, method: str) -> Iterable[Any]:
         if self.data_hooks is None:
@@ -218,6 +233,15 @@ class Trainer(RoleTrainer):
 
     def close(self) -> None:
         """Does nothing: the trainer holds no open files."""
+
+
+def _check_batches(batches: Any) -> Iterable[Any]:
+    """Returns a data set of batches. Raises DataError for a single batch, or a mapping of its arrays."""
+    if isinstance(batches, Mapping | TokenBatch) or not isinstance(batches, Iterable):
+        raise DataError(
+            f"expected batches, one for each mini-batch, got {type(batches).__name__}; give a list, e.g. [batch]"
+        )
+    return batches
 
 
 def _chunks(size: int, batches: Iterable[Any]) -> Iterator[list[Any]]:

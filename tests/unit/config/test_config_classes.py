@@ -193,29 +193,6 @@ def test_training_ranges(given, message):
 
 
 @pytest.mark.parametrize(
-    ("given", "sizes"),
-    [
-        ({}, (32, 32, 32, 32, 32)),
-        ({"mini_batch_size": np.int64(8)}, (32, 8, 8, 32, 8)),
-        ({"mini_batch_size": 8, "train_micro_batch_size": 2}, (32, 8, 2, 32, 2)),
-        (
-            {
-                "mini_batch_size": 8,
-                "train_micro_batch_size": 4,
-                "rollout_micro_batch_size": 16,
-                "compute_logps_micro_batch_size": 8,
-            },
-            (32, 8, 4, 16, 8),
-        ),
-    ],
-)
-def test_the_hierarchy_of_batches_of_32_prompts(given, sizes):
-    made = RLTrainingConfig(**given).resolve_batch_sizes(32)
-    assert dataclasses.astuple(made) == sizes
-    assert made.gradient_accumulation_steps == sizes[1] // sizes[2]
-
-
-@pytest.mark.parametrize(
     "given",
     [
         {"mini_batch_size": 12},
@@ -224,8 +201,9 @@ def test_the_hierarchy_of_batches_of_32_prompts(given, sizes):
     ],
 )
 def test_sizes_that_do_not_divide_the_step_are_refused(given):
+    RLTrainingConfig(mini_batch_size=8, train_micro_batch_size=4, rollout_micro_batch_size=16).check_batch_sizes(32)
     with pytest.raises(ConfigError, match="batch_size=32 must be a multiple of"):
-        RLTrainingConfig(**given).resolve_batch_sizes(32)
+        RLTrainingConfig(**given).check_batch_sizes(32)
 
 
 def test_the_token_budget_has_a_default():

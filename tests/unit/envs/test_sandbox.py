@@ -197,6 +197,38 @@ def test_programs_run_at_the_same_time():
 
 
 @confined
+def test_a_sandbox_that_a_thread_makes_outlives_the_thread():
+    made = []
+    thread = threading.Thread(target=lambda: made.append(Sandbox()) or made[0].run("print(1)"))
+    thread.start()
+    thread.join()
+    with made[0] as sandbox:
+        time.sleep(0.1)
+        assert sandbox.run("print(2)").stdout == "2\n"
+
+
+@confined
+def test_a_program_that_waits_is_run_before_those_that_come_later():
+    with Sandbox() as sandbox:
+        order, busy = [], threading.Event()
+
+        def run_many():
+            while "one" not in order and len(order) < 60:
+                sandbox.run("")
+                order.append("many")
+                busy.set()
+
+        many = threading.Thread(target=run_many)
+        many.start()
+        busy.wait()
+        before = len(order)
+        sandbox.run("")
+        order.append("one")
+        many.join()
+    assert order.index("one") <= before + 2
+
+
+@confined
 def test_a_server_that_ends_is_replaced():
     with Sandbox() as sandbox:
         sandbox._workers[0]._process.kill()

@@ -12,7 +12,7 @@ from whet.config import LoraConfig, OptimConfig
 from whet.errors import ConfigError
 from whet.models.load import load_model, save_model
 from whet.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_tensors, merged_model
-from whet.models.lora_layers import Adapter, base_weights
+from whet.models.lora_layers import Adapter, merged_weights
 from whet.train.worker import ModelWorker
 
 peft = pytest.importorskip("peft")
@@ -347,7 +347,7 @@ def test_an_adapter_is_never_put_on_another(base, tmp_path):
 
 def test_the_weights_of_a_plain_model_are_its_parameters(base):
     module = load_model(base).module
-    named = dict(base_weights(module))
+    named = dict(merged_weights(module))
     assert all(named[n].data_ptr() == p.data_ptr() for n, p in module.named_parameters(remove_duplicate=False))
     assert Adapter.from_module(module) is None
 

@@ -13,7 +13,7 @@ from whet.errors import ConfigError
 from whet.models import quantized
 from whet.models.load import load_model, save_model
 from whet.models.lora import merged_model
-from whet.models.lora_layers import base_weights
+from whet.models.lora_layers import merged_weights
 from whet.models.quantized import cast_parameters, quantization_config, quantized_layer_names
 from whet.rollout.engine import EmbeddedEngine
 from whet.train.worker import ModelWorker
@@ -93,7 +93,7 @@ def test_bits_are_neither_cast_nor_trained_and_the_adapter_is(standin, dtype):
 
 def test_others_are_given_whole_weights_under_the_bases_names(standin):
     loaded = stirred(load_model(held(tiny("Qwen3")), lora=LoraConfig(r=2)))
-    named, bare = dict(base_weights(loaded.module)), tiny("Qwen3")
+    named, bare = dict(merged_weights(loaded.module)), tiny("Qwen3")
     shapes = {n: p.shape for n, p in bare.named_parameters(remove_duplicate=False)}
     assert {n: w.shape for n, w in named.items()} == shapes and all(w.is_floating_point() for w in named.values())
     plain = merged_model(loaded.module)

@@ -56,6 +56,20 @@ def with_tool(tool, *, turns=2, **options):
     return run
 
 
+def test_a_function_that_has_ended_in_time_is_not_late_when_the_loop_is():
+    async def block():
+        time.sleep(0.5)
+
+    calls = ExternalCalls()
+    calls.start(0, ExternalCall(function=lambda: 5, name="quick", timeout_s=0.2))
+    calls.start(1, ExternalCall(function=block, name="block"))
+    results = {}
+    while len(calls):
+        results |= {result.key: result for result in calls.collect(5.0)}
+    calls.close()
+    assert (results[0].value, results[0].error) == (5, None)
+
+
 def episodes(run, count=64, seed=0):
     return [Episode(row(i), (seed, 0, i, 0), run) for i in range(count)]
 

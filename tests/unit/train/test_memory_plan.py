@@ -271,6 +271,48 @@ def test_a_run_on_a_gpu_takes_the_plan(tmp_path, monkeypatch):
         learner.close()
 
 
+def test_auto_goes_back_to_the_own_engine_where_vllm_does_not_fit(tmp_path, monkeypatch, caplog):
+    lengths = ["rollout.max_prompt_length=64", "rollout.max_tokens_to_generate=64"]
+    config = load_run([f"model={save_config(tmp_path)}", "rollout_engine=auto", *lengths])
+    memory = RESERVE + 0.4 * GB
+    monkeypatch.setattr(commands, "free_gpu_memory", lambda: memory)
+    monkeypatch.setattr(commands, "choose_engine", lambda *a, **k: "vllm")
+    with caplog.at_level("INFO", "whet"):
+        assert commands._with_engine_that_fits(config).rollout_engine == "embedded"
+    assert "auto: embedded, since with vllm the run does not fit" in caplog.text
+    memory += VLLM_BYTES
+    assert commands._with_engine_that_fits(config).rollout_engine == "vllm"
+
+
+PAGE = Path(__file__).parents[3] / "docs/one-gpu.md"
+HOW = {
+    "all weights": [],
+    "all weights, `adamw8bit`": ["actor.optim.name=adamw8bit"],
+    "LoRA": ["actor.lora.r=16"],
+    "LoRA on 4 bits": ["actor.lora.r=16", "actor.quantization=nf4"],
+}
+
+
+@pytest.mark.parametrize("name", ["0.6B", *(pytest.param(n, marks=pytest.mark.full) for n in QWEN3 if n != "0.6B")])
+def test_the_page_has_the_numbers_of_the_plan(tmp_path, capsys, name):
+    page, folder = PAGE.read_text(encoding="utf-8"), qwen3(tmp_path / "m", name)
+    lengths = ["rollout.max_prompt_length=512", "rollout.max_tokens_to_generate=1024", "algo.beta=0"]
+    for how, words in HOW.items():
+        rows = [row for row in page.splitlines() if f"| Qwen3-{name} | {how} |" in row]
+        if rows:
+            config = load_run([f"model={folder}", *lengths, *words])
+            sizes = measure_model(config.actor, trained=True)
+        for row in rows:
+            memory = int(row.split("|")[1])
+            plan = plan_memory(config, sizes, memory=memory * GB)
+            assert plan.peak <= memory * GB
+            cells = (memory, f"Qwen3-{name}", how, f"{plan.tokens:,}", plan.checkpointing, f"{plan.kv_tokens:,}")
+            assert row == "| " + " | ".join(map(str, cells)) + f" | {plan.rollout / GB:.1f} | {plan.update / GB:.1f} |"
+    if name == "0.6B":
+        main(["plan", f"model={folder}", *lengths[:2], "memory_gb=24"])
+        assert capsys.readouterr().out.strip() in page
+
+
 def test_other_architectures_are_counted(tmp_path):
     folder = save_config(tmp_path, GptOssConfig, num_local_experts=4, num_experts_per_tok=2)
     assert measure_model(RoleConfig(model=folder), trained=True).kv_bytes == 3 * 2 * 2 * 8 * 2

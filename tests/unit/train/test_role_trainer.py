@@ -90,46 +90,13 @@ def test_the_metrics_of_a_critic_have_a_prefix_and_those_of_the_actor_none():
     parts = batches(2)
     seen = []
     critic.listeners.append(lambda trainer, metrics: seen.append(set(metrics)))
-    for found in (lambda t: t.update(parts[0]), lambda t: t.update_all(parts), lambda t: t.evaluate(parts)):
+    for found in (lambda t: t.update(parts[0]), lambda t: t.evaluate_batch(parts[1])):
         plain, named = found(actor), found(critic)
         expected = {f"critic/{'KL' if name == 'ppo_kl' else name}" for name in plain}
         assert "loss" in plain and named.keys() == expected
         assert named["critic/loss"].value == plain["loss"].value
     updated = {f"critic/{'KL' if name == 'ppo_kl' else name}" for name in actor.update(parts[0])}
-    assert len(seen) == 3 and all(names == updated for names in seen)  # one for each update, none for the evaluation
-
-
-def test_accumulated_batches_are_weighted_and_stepped_as_one():
-    parts = batches(4)  # of unequal lengths: a mean of means would differ
-    many, one = trainer(accumulate=4), trainer()
-    many.update_all(parts)
-    one.update(TokenBatch.cat(parts))
-    assert many.train_steps == 1
-    assert gap(weights_of(many.worker.module), weights_of(one.worker.module)) < 1e-7
-    means = trainer()
-    for part in parts:
-        weights = token_weights(part.mask, part.trajectory, "token-mean") / 4
-        means.worker.forward_backward(part.replace(weights=weights), clipped_surrogate)
-    means.worker.optim_step()
-    assert gap(weights_of(means.worker.module), weights_of(one.worker.module)) > 1e-5
-
-
-def test_a_rest_of_batches_makes_a_last_smaller_step():
-    t, two = trainer(accumulate=2), trainer()
-    parts = batches(3)
-    t.update_all(parts)
-    two.update(TokenBatch.cat(parts[:2]))
-    two.update(parts[2])
-    assert t.train_steps == 2
-    assert same(weights_of(t.worker.module), weights_of(two.worker.module))
-
-
-def test_metrics_of_several_updates_are_means_over_updates():
-    parts = batches(3)
-    t, alone = trainer(), trainer()
-    metrics = t.update_all(parts)
-    losses = [alone.update(p)["loss"].value for p in parts]
-    assert metrics["loss"].value == pytest.approx(sum(losses) / 3)
+    assert len(seen) == 1 and all(names == updated for names in seen)  # one for each update, none for the evaluation
 
 
 def test_forks_of_one_episode_are_one_unit_of_the_weights():
@@ -175,12 +142,10 @@ def test_metrics_are_reduced_and_named_as_asked():
         t.with_rl_metrics_to_log({"a": "meen"})
 
 
-def test_evaluation_is_a_mean_over_batches_and_trains_nothing():
+def test_an_evaluation_trains_nothing():
     t = trainer()
     before = weights_of(t.worker.module)
-    parts = batches(2)
-    found = t.evaluate(parts)["loss"].value
-    assert found == pytest.approx(sum(t.evaluate([p])["loss"].value for p in parts) / 2)
+    t.evaluate_batch(batches(1)[0])
     assert same(weights_of(t.worker.module), before) and t.train_steps == 0
 
 

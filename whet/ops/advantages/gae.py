@@ -1,4 +1,4 @@
-"""Generalised advantages from a critic's values, and the returns that the critic learns.
+"""GAE: generalised advantages from a critic's values, and the returns that the critic learns.
 
 Only trained tokens are steps. Tokens of a tool or an environment between them (masked out) take no time: the successor
 of a trained token is the next trained token. Everything is computed in float64.

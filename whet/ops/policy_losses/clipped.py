@@ -73,7 +73,9 @@ def clipped_surrogate(
         "pg_loss/unclipped": unclipped,
     }
     if epsilon_c is not None:
-        loss, metrics["pg_clipfrac_lower"] = _dual_clipped(loss, advantages, epsilon_c)
+        ceiling, bad = -epsilon_c * advantages, advantages < 0
+        metrics["pg_clipfrac_lower"] = bad & (loss > ceiling)
+        loss = torch.where(bad, torch.minimum(ceiling, loss), loss)
     return output(loss, metrics)
 
 
@@ -111,9 +113,3 @@ def _clip_metrics(ratio: Tensor, advantages: Tensor, low: float, high: float) ->
     """Where the clip takes the gradient away, Bool [s]: clip_ratio/*."""
     too_low, too_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
     return {"clip_ratio/high": too_high, "clip_ratio/low": too_low, "clip_ratio/region": too_low | too_high}
-
-
-def _dual_clipped(loss: Tensor, advantages: Tensor, epsilon_c: float) -> tuple[Tensor, Tensor]:
-    """The loss, at most −ε_c·A where A < 0, and where that bound held."""
-    ceiling, bad = -epsilon_c * advantages, advantages < 0
-    return torch.where(bad, torch.minimum(ceiling, loss), loss), bad & (loss > ceiling)

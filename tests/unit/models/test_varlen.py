@@ -1,0 +1,121 @@
+"""Attention by varlen_attn, whose kernel needs a GPU: a stand-in takes its calls, from its definition."""
+
+import inspect
+import logging
+
+import pytest
+import torch
+
+from tests.unit.models.test_attention import TREES, oracle, qkv
+from whet.models import attention, varlen
+from whet.models.attention import SegmentLayout
+from whet.models.flex import FlexCase
+from whet.models.varlen import VarlenRow, varlen_unsupported_reason
+
+CASE = FlexCase(torch.device("cuda"), torch.bfloat16, 4, 2, 8, 8, False, False)
+HOW = {"scale": 0.3, "window": None, "softcap": None, "sinks": None}
+
+
+def standin(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1),
+            enable_gqa=False, last_key=True):  # fmt: skip
+    """varlen_attn by its definition: sequence by sequence, the last query at the last key."""
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and len(cu_seq_q) == len(cu_seq_k)
+    outs, counts = [], []
+    for a, b, c, d in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), cu_seq_k[:-1].tolist(), cu_seq_k[1:].tolist()):
+        q, k, v = (x.transpose(0, 1) for x in (query[a:b], key[c:d], value[c:d]))
+        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        place = torch.arange(b - a)[:, None] + (d - c - (b - a) if last_key else 0)
+        seen = torch.arange(d - c) <= place + (window_size[1] if window_size[1] >= 0 else d)
+        if window_size[0] >= 0:
+            seen &= torch.arange(d - c) >= place - window_size[0]
+        scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
+        outs.append((scores.softmax(-1) @ v).transpose(0, 1))
+        counts.append((b - a, d - c))
+    assert (max_q, max_k) == tuple(map(max, zip(*counts, strict=True)))
+    return torch.cat(outs)
+
+
+@pytest.fixture(autouse=True)
+def kernel(monkeypatch):
+    monkeypatch.setattr(varlen, "varlen_attn", standin)
+    varlen_unsupported_reason.cache_clear()
+    yield
+    varlen_unsupported_reason.cache_clear()
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 1000])
+@pytest.mark.parametrize("tree", TREES)
+def test_a_row_equals_the_definition(tree, window):
+    row, layout = VarlenRow(*TREES[tree]), SegmentLayout(*TREES[tree])
+    tensors = qkv(sum(TREES[tree][0]), value_size=8)
+    got = row.attend(*tensors, scale=0.3, window=window)
+    want = oracle(layout, *tensors, **{**HOW, "window": window})
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+    weight = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    grads = [torch.autograd.grad(x, tensors, weight) for x in (got, want)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+
+
+def test_gradients_of_a_shared_prompt_are_summed_in_fp32():
+    row = VarlenRow([1] + [1] * 512, [-1] + [0] * 512)
+    x = torch.ones(513, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    varlen._Gather.apply(x, row.keys).sum().backward()
+    assert x.grad[0].item() == 512  # bf16 stops at 256 + 1
+
+
+@pytest.mark.parametrize(
+    ("tree", "how", "taken"),
+    [
+        (([5, 5], [-1, -1]), {}, True),
+        (([5, 3, 4], [-1, 0, 0]), {"window": 3}, True),
+        (([50, 1, 1, 1], [-1, 0, 0, 0]), {}, False),  # its keys would be gathered four times over
+        (([5, 3], [-1, 0]), {"softcap": 1.0}, False),
+        (([5, 3], [-1, 0]), {"sinks": torch.zeros(4)}, False),
+    ],
+)
+def test_auto_takes_it_where_the_kernel_can(tree, how, taken, monkeypatch):
+    calls = []
+    monkeypatch.setattr(attention, "varlen_unsupported_reason", lambda case: None)
+    monkeypatch.setattr(VarlenRow, "attend", lambda self, *a, **k: calls.append(k))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    tensors = [x.detach() for x in qkv(sum(tree[0]), value_size=8)]
+    for choice in ("auto", "plain"):
+        SegmentLayout(*tree, attention=choice).attend(0, *tensors, **{**HOW, **how})
+    assert calls == ([{"scale": 0.3, "window": how.get("window")}] if taken else [])
+
+
+def here(monkeypatch, kernel):
+    """The reason of a comparison on this processor, in bf16."""
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    fake_cuda = CASE._replace(device=type("Device", (), {"type": "cuda"})())
+    compare = varlen.compare_with_plain
+    monkeypatch.setattr(varlen, "run_apart", lambda device, compare: compare())
+    monkeypatch.setattr(varlen, "compare_with_plain", lambda case, make: compare(
+        CASE._replace(device=torch.device("cpu")), lambda *tree: VarlenRow(*tree).attend))  # fmt: skip
+    return varlen_unsupported_reason(fake_cuda)
+
+
+def test_a_kernel_that_agrees_is_taken_and_another_is_not(monkeypatch, caplog):
+    with caplog.at_level(logging.INFO, "whet"):
+        assert here(monkeypatch, standin) is None
+        varlen_unsupported_reason.cache_clear()
+        first_key = lambda *a, **k: standin(*a, **k, last_key=False)
+        assert "its output is" in here(monkeypatch, first_key)
+        varlen_unsupported_reason.cache_clear()
+        assert "unexpected keyword" in here(monkeypatch, lambda q, k, v, *ends, scale, window_size: q)  # torch 2.11
+    assert [r.levelname for r in caplog.records] == ["INFO", "WARNING", "WARNING"]
+
+
+def test_what_the_kernel_does_not_have_is_refused_without_a_try():
+    for change in ({"dtype": torch.float32}, {"softcap": True}, {"sinks": True}, {"value_size": 4}):
+        assert "varlen_attn has no" in varlen_unsupported_reason(CASE._replace(**change))
+
+
+def test_torch_takes_the_arguments_that_the_stand_in_takes():
+    from torch.nn.attention.varlen import varlen_attn
+
+    names = inspect.signature(varlen_attn).parameters
+    assert set(inspect.signature(standin).parameters) - {"last_key"} <= set(names)
