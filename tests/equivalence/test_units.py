@@ -182,4 +182,4 @@ def test_a_trainer_weighs_units_alike():
     for _ in range(3):
         last = critic.update(batch)["loss"].value
     assert last < first
-    assert critic.evaluate([batch])["margin"].count == 2
+    assert critic.evaluate_batch(batch)["margin"].count == 2

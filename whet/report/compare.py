@@ -143,14 +143,14 @@ def write_comparison(comparison: Comparison, tables: Mapping[str, Sequence[Seque
     Returns: the page.
     Raises: ConfigError: the file can't be written.
     """
-    shape = lambda text: ' class="n"' if len(text) <= 24 else ""  # longer texts break into lines
-    cell = lambda kind, text: f"<{kind}{shape(text)}>{html.escape(text)}</{kind}>"
-    row = lambda kind, cells: f"<tr><th>{html.escape(cells[0])}</th>{''.join(cell(kind, c) for c in cells[1:])}</tr>"
+    cells_of = lambda kind, shape, cells: "".join(f"<{kind}{shape}>{html.escape(c)}</{kind}>" for c in cells)
+    row = lambda kind, shape, cells: f"<tr><th>{html.escape(cells[0])}</th>{cells_of(kind, shape, cells[1:])}</tr>"
     names = html.escape(" · ".join(comparison.heads))
     parts = [f"<p>{html.escape(note)}</p>" for note in comparison.notes]
     for title, rows in tables.items():
         parts.append(f"<h2>{html.escape(title)}</h2>")
-        lines = [row("th", ["", *rows[0][1:]]), *(row("td", cells) for cells in rows[1:])] if rows else []
+        shape = ' class="n"' if title.startswith("metrics") else ""  # numbers, below each other
+        lines = [row("td" if i else "th", shape, cells if i else ["", *cells[1:]]) for i, cells in enumerate(rows)]
         parts.append(f'<div class="scroll"><table>{"".join(lines)}</table></div>' if lines else "<p>no difference</p>")
     style = (Path(__file__).with_name("page") / "page.css").read_text(encoding="utf-8")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{names}</title>'

@@ -103,7 +103,7 @@ def step_scripts(path: Path, token_texts: TokenTexts | None) -> Iterator[tuple[s
 
     The index has, of each group, `rows` and `sizes` (completions); of each completion `r` (reward), `f` (for each of
     `functions` a column of rewards), `a` (advantage), `n` (tokens) and `end` (finish reason, as a number in `ends`),
-    columns of bytes in base64: doubles, NaN where there is none, but 32-bit integers in `n` and bytes in `end`; and
+    columns of bytes in base64: floats, NaN where there is none, but 32-bit integers in `n` and bytes in `end`; and
     `segments` (how many; null = one each); and `parts`, the number of the first segment of each part.
     """
     index = _Index()
@@ -137,7 +137,7 @@ def prompt_means(path: Path) -> list[float]:
     return [sum(rewards) / len(rewards) for rewards in groups if rewards]
 
 
-_KINDS = {"r": "<f8", "a": "<f8", "n": "<i4", "end": "u1"}
+_KINDS = {"r": "<f4", "a": "<f4", "n": "<i4", "end": "u1"}
 """Columns of the index, and their numbers' type."""
 
 
@@ -171,7 +171,7 @@ class _Index:
 
     def value(self) -> dict[str, Any]:
         """Returns the index, JSON-able."""
-        functions = [_base64(values, "<f8") for values in self._functions.values()]
+        functions = [_base64(values, "<f4") for values in self._functions.values()]
         rewards = {"functions": list(self._functions), "f": functions, "ends": list(self._ends)}
         segments = self._segments if any(n > 1 for n in self._segments) else None
         groups = {"rows": self.rows, "sizes": self.sizes, "parts": self.parts, "segments": segments}

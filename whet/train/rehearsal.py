@@ -82,9 +82,8 @@ def _run_update(trainer: RoleTrainer, prompt: int, completion: int) -> int:
     worker = trainer.worker
     assert worker.optim is not None, "a trained model has an optimizer"
     batch = _largest_batch(worker, prompt, completion)
-    options = {"entropy": trainer.entropy, "constants": trainer.constants, "scores": trainer.scores}
     try:
-        worker.forward_backward(batch, _loss, **options, divergence=trainer.divergence)
+        worker.forward_backward(batch, _loss, **trainer.needs)
         return max(micro.num_tokens for micro in worker.micro_batches(batch, worker.max_sequences, trained=True))
     except torch.OutOfMemoryError as error:
         section = trainer.role.section

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from whet.metrics import Mean, Sum, merge
 from whet.ops import token_weights, unit_weights
 from whet.ops.loss_aggregation import Weighting
 from whet.train.metric_reduction import REDUCTIONS, Metrics, Reductions
-from whet.train.worker import Divergence, Loss, ModelWorker
+from whet.train.worker import Loss, LossNeeds, ModelWorker
 from whet.types import TokenBatch
 
 if TYPE_CHECKING:
@@ -58,10 +58,7 @@ class RoleTrainer:
         self.loss_agg_mode = loss_agg_mode
         self.loss_agg_norm = loss_agg_norm
         self.loss_agg_units: Literal["trained", "all"] = "trained"
-        self.entropy = False
-        self.constants: frozenset[str] = frozenset()
-        self.scores = False
-        self.divergence: Divergence | None = None
+        self.needs: LossNeeds = {}
         self.loss_per: Literal["token", "unit"] = "token"
         self.reductions: dict[str, dict[str, str]] = {}
         self.displayed: tuple[str, ...] = ()
@@ -81,10 +78,7 @@ class RoleTrainer:
         loss_agg_norm: float | None = None,
         loss_agg_units: Literal["trained", "all"] | None = None,
         loss_per: Literal["token", "unit"] | None = None,
-        entropy: bool | None = None,
-        constants: Collection[str] | None = None,
-        scores: bool | None = None,
-        divergence: Divergence | None = None,
+        **needs: Unpack[LossNeeds],
     ) -> RoleTrainer:
         """Sets the loss: `loss(x: LossInputs) -> (per token [s], {name: [s]})`.
 
@@ -95,10 +89,7 @@ class RoleTrainer:
             loss_agg_mode, loss_agg_norm: how token losses become one number.
             loss_agg_units: a mean over trajectories (units) counts those with a trained token, or all.
             loss_per: the loss returns a number for each token, or for each unit of TokenBatch.unit_of.
-            entropy: the loss needs x.entropy.
-            constants: those of types.loss.CONSTANTS that the loss needs: "correct" for x.correct.
-            scores: the loss needs x.scores, of a model with a value head.
-            divergence: the loss needs x.divergence, from this teacher's distribution.
+            needs: what the loss reads besides the log-probabilities: entropy=True, for example; see LossNeeds.
         """
         self.loss = loss
         self.loss_agg_mode = loss_agg_mode or self.loss_agg_mode
@@ -106,10 +97,7 @@ class RoleTrainer:
             self.loss_agg_norm = loss_agg_norm
         self.loss_agg_units = loss_agg_units or self.loss_agg_units
         self.loss_per = loss_per or self.loss_per
-        self.entropy = self.entropy if entropy is None else entropy
-        self.constants = self.constants if constants is None else frozenset(constants)
-        self.scores = self.scores if scores is None else scores
-        self.divergence = divergence or self.divergence
+        self.needs = {**self.needs, **needs}
         return self
 
     def with_rl_metrics_to_log(
@@ -183,16 +171,6 @@ class RoleTrainer:
         left_out = () if self.is_on_policy(batch) else self.on_policy_metrics
         return {**self.reductions, **{name: {} for name in left_out}}
 
-    @property
-    def _loss_options(self) -> dict[str, Any]:
-        """The options of forward_backward that the loss needs."""
-        return {
-            "entropy": self.entropy,
-            "constants": self.constants,
-            "scores": self.scores,
-            "divergence": self.divergence,
-        }
-
     def update(
         self,
         batch: TokenBatch,
@@ -214,7 +192,7 @@ class RoleTrainer:
         batch = self.add_loss_weights(batch)
         selected = batch if select is None else batch.select(select(batch))
         reductions = self._reductions(batch)
-        metrics = self.worker.forward_backward(selected, self.loss, **self._loss_options, reductions=reductions)
+        metrics = self.worker.forward_backward(selected, self.loss, reductions=reductions, **self.needs)
         metrics = merge(per_update(metrics), self.worker.optim_step())
         if metrics["optim/skipped"].value:
             self._log_skipped(metrics)
@@ -259,7 +237,7 @@ class RoleTrainer:
         Args: batch: `weights` are added if it has none.
         """
         batch = self.add_loss_weights(batch)
-        metrics = self.worker.evaluate(batch, self.loss, **self._loss_options, reductions=self._reductions(batch))
+        metrics = self.worker.evaluate(batch, self.loss, reductions=self._reductions(batch), **self.needs)
         return self._prefixed(metrics)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ from whet.util.transfer import to_device
 if TYPE_CHECKING:
     from whet.parallel.shards import ShardReader
 
-__all__ = ["Allowed", "Divergence", "Loss", "ModelWorker"]
+__all__ = ["Allowed", "Divergence", "Loss", "LossNeeds", "ModelWorker"]
 
 T = TypeVar("T")
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
@@ -72,6 +72,19 @@ class Divergence:
     """A worker that is not trained."""
     gkd_beta: float = 0.5
     """β: 0 the forward KL, 1 the reverse KL; see ops.generalized_jsd."""
+
+
+class LossNeeds(TypedDict, total=False):
+    """What a loss reads besides the log-probabilities."""
+
+    entropy: bool
+    """x.entropy."""
+    constants: Collection[str]
+    """These of types.loss.CONSTANTS: "correct" for x.correct."""
+    scores: bool
+    """x.scores, of a model with a value head."""
+    divergence: Divergence | None
+    """x.divergence, from this teacher's distribution."""
 
 
 class ModelWorker:
@@ -231,6 +244,9 @@ class ModelWorker:
     def _read(
         self, batch: TokenBatch, names: tuple[str, ...], processors: LogitsProcessors, max_sequences: int | None = None
     ) -> TokenStats:
+        apart = batch.replace(unit_of=None, unit_weights=None)  # what is read of a sequence needs no other
+        cut = (apart, max_sequences or self.max_read_sequences, "scores" in names)
+
         def read() -> TokenStats:
             out: dict[str, Tensor] = {}
             for micro, counts in self._own_passes(*cut):
@@ -248,8 +264,6 @@ class ModelWorker:
             return TokenStats(**{name: whole.cpu() for name, whole in self.placement.gather_columns(out).items()})
 
         with self.placement.during("read"):
-            apart = batch.replace(unit_of=None, unit_weights=None)  # what is read of a sequence needs no other
-            cut = (apart, max_sequences or self.max_read_sequences, "scores" in names)
             return self._with_less_memory(read, *cut)
 
     def _stats(
@@ -357,23 +371,17 @@ class ModelWorker:
         batch: TokenBatch,
         loss: Loss,
         *,
-        entropy: bool = False,
-        constants: Collection[str] = (),
-        scores: bool = False,
-        divergence: Divergence | None = None,
         reductions: Reductions | None = None,
+        **needs: Unpack[LossNeeds],
     ) -> Metrics:
         """Adds the gradient of (weights * loss).sum() over the whole batch.
 
         Args:
             batch: with `weights` [S], or `unit_weights` [U], made once per optimizer step.
             loss: per token, [s], where the batch has `weights`; per unit, [u], where it has `unit_weights`.
-            entropy: give the loss the entropy.
-            constants: give the loss these of types.loss.CONSTANTS.
-            scores: give the loss the scores, of a model with a value head.
-            divergence: give the loss the divergence from a teacher's distribution.
             reductions: how a loss's metric is reduced: name -> {label: how}, how one of REDUCTIONS; its mean under its
                 own name if not named.
+            needs: what the loss reads besides the log-probabilities; see LossNeeds.
         Returns: "loss" (the sum) and the loss's metrics, over the tokens of the mask, or over the units with a trained
             token.
         An update that runs out of memory starts again with micro-batches of half the tokens, unless gradients of other
@@ -382,10 +390,9 @@ class ModelWorker:
         Raises: DataError: the batch has no weights, or both kinds; a loss or a metric of another shape.
             OutOfMemoryError: one sequence or unit alone does not fit.
         """
-        options = (entropy, constants, scores, divergence, reductions or {})
-        with self.placement.during("backward"), _teacher_on_device(divergence):
-            run = lambda: self._run(batch, loss, *options, backward=True)
-            return self._with_less_memory(run, batch, self.max_sequences, scores, trained=True)
+        with self.placement.during("backward"), _teacher_on_device(needs.get("divergence")):
+            run = lambda: self._run(batch, loss, needs, reductions or {}, backward=True)
+            return self._with_less_memory(run, batch, self.max_sequences, needs.get("scores", False), trained=True)
 
     def _with_less_memory(
         self, run: Callable[[], T], batch: TokenBatch, max_sequences: int | None, at_end: bool, trained: bool = False
@@ -426,39 +433,27 @@ class ModelWorker:
         batch: TokenBatch,
         loss: Loss,
         *,
-        entropy: bool = False,
-        constants: Collection[str] = (),
-        scores: bool = False,
-        divergence: Divergence | None = None,
         reductions: Reductions | None = None,
+        **needs: Unpack[LossNeeds],
     ) -> Metrics:
         """Returns the metrics that forward_backward would return, computed without a gradient."""
-        options = (entropy, constants, scores, divergence, reductions or {})
-        with self.placement.during("read"), _teacher_on_device(divergence):
-            run = lambda: self._run(batch, loss, *options, backward=False)
-            return self._with_less_memory(run, batch, self.max_sequences, scores)
+        with self.placement.during("read"), _teacher_on_device(needs.get("divergence")):
+            run = lambda: self._run(batch, loss, needs, reductions or {}, backward=False)
+            return self._with_less_memory(run, batch, self.max_sequences, needs.get("scores", False))
 
     def _run(
-        self,
-        batch: TokenBatch,
-        loss: Loss,
-        entropy: bool,
-        constants: Collection[str],
-        scores: bool,
-        divergence: Divergence | None,
-        reductions: Reductions,
-        *,
-        backward: bool,
+        self, batch: TokenBatch, loss: Loss, needs: LossNeeds, reductions: Reductions, *, backward: bool
     ) -> Metrics:
+        entropy, constants = needs.get("entropy", False), needs.get("constants", ())
         per_unit = has_unit_weights(batch)
         labels: list[list[tuple[str, str]]] = []
         numbers: list[Tensor] = []  # of each micro-batch, on the device: read once, since a GPU is waited for
         token_columns, sequence_columns, unit_weights = _columns_on(self.device, batch)
-        shared = self._own_passes(batch, self.max_sequences, scores, trained=backward)
-        for i, (micro, counts) in enumerate(shared):
-            self.placement.set_gradient_sync(i == len(shared) - 1)
+        own_passes = self._own_passes(batch, self.max_sequences, needs.get("scores", False), trained=backward)
+        for i, (micro, counts) in enumerate(own_passes):
+            self.placement.set_gradient_sync(i == len(own_passes) - 1)
             with self._dropout(micro) if backward else nullcontext():
-                teacher = self._teacher_target(micro, divergence)
+                teacher = self._teacher_target(micro, needs.get("divergence"))
                 stats = self._stats(micro, self.processors, entropy=entropy, constants=constants, teacher=teacher)
                 x = make_loss_inputs(token_columns, sequence_columns, micro, stats)
                 losses, values = loss(x)

@@ -117,8 +117,8 @@ def gradient(made, rows):
     step = made.score(made.batch(ExampleStep(index=1, examples=examples)))
     trainer = made.models.trainer
     worker, whole = trainer.worker, trainer.add_loss_weights(step.batch)
-    found = worker.forward_backward(whole, trainer.loss, **trainer._loss_options, reductions=trainer.reductions)
-    passes = len(worker.micro_batches(whole, None, trainer.scores))
+    found = worker.forward_backward(whole, trainer.loss, **trainer.needs, reductions=trainer.reductions)
+    passes = len(worker.micro_batches(whole, None, trainer.needs.get("scores", False)))
     return {n: p.grad for n, p in worker.module.named_parameters()}, made._divide_by_counts(found), passes
 
 

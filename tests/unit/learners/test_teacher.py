@@ -164,7 +164,7 @@ def test_a_student_learns_a_teacher_s_distribution(beta):
 def test_a_student_that_is_its_teacher_learns_nothing():
     model = tiny_model(0, **SMALL)
     made = learner("gkd", made=cluster(model, teacher=model), gkd_beta=0.3)
-    assert made.cluster.actor_trainer.divergence.gkd_beta == 0.3
+    assert made.cluster.actor_trainer.needs["divergence"].gkd_beta == 0.3
     assert made.cluster.worker(Role.TEACHER).module is not model  # or it would move with the student
     row = made.train(rows(2)).rows[0]
     assert row["divergence"] < 1e-6 and row["grad_norm"] < 1e-5

@@ -66,7 +66,7 @@ def received(path):
     return key, [json.loads(line) for line in value.split("\n")] if "." in key else json.loads(value)
 
 
-def column(text, kind="<f8"):
+def column(text, kind="<f4"):
     """A column of the index; None where there is no number."""
     return [None if math.isnan(value) else value for value in np.frombuffer(base64.b64decode(text), kind).tolist()]
 

@@ -167,11 +167,12 @@ def test_a_reference_is_on_its_device_while_it_scores_alone():
     assert away.device == DEVICE
 
 
-def test_a_reference_leaves_also_after_an_error():
+def test_a_reference_leaves_also_after_an_error(monkeypatch):
     away, _, moves = pair(None, torch.float32)
     moves.taken()
-    with pytest.raises(AttributeError):
-        away.logprobs(None)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(away, "micro_batches", None)
+    with pytest.raises(TypeError):
+        away.logprobs(batch(0))
     assert moves.taken() == [(DEVICE, SIZE), (HOST, SIZE)]
 
 

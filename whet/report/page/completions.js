@@ -14,29 +14,27 @@ const loaded = key => new Promise((then, failed) => whet.load(key, then, () => f
 
 class Step {
   constructor(key, index) {
-    const doubles = text => new Float64Array(bytesOf(text)), n = new Int32Array(bytesOf(index.n)), size = index.sizes.length;
-    Object.assign(this, index, { n, r: doubles(index.r), a: doubles(index.a), f: index.f.map(doubles), end: new Uint8Array(bytesOf(index.end)) });
-    Object.assign(this, { key, count: n.length, search: null, orders: {}, prompts: new Int32Array(size), items: new Int32Array(size + 1), groupOf: new Int32Array(n.length), first: new Int32Array(n.length + 1) });
-    for (let g = 0, i = 0, segment = 0; g < size; g++) { // items: the first completion of each group; first: the first segment of each completion
-      this.prompts[g] = segment++;
-      for (const end = i + this.sizes[g]; i < end; i++) {
-        this.first[i] = segment;
-        this.groupOf[i] = g;
-        segment += this.numSegments(i);
-      }
-      this.items[g + 1] = i;
+    const floats = text => new Float32Array(bytesOf(text)), n = new Int32Array(bytesOf(index.n)), size = index.sizes.length;
+    Object.assign(this, index, { n, r: floats(index.r), a: floats(index.a), f: index.f.map(floats), end: new Uint8Array(bytesOf(index.end)) });
+    Object.assign(this, { key, count: n.length, search: null, orders: {}, items: new Int32Array(size + 1), prompts: new Int32Array(size + 1) });
+    for (let g = 0; g < size; g++) { // items: the first completion of each group; prompts: the first segment
+      this.items[g + 1] = this.items[g] + this.sizes[g];
+      this.prompts[g + 1] = this.prompts[g] + 1 + this.sizes[g];
+      for (let i = this.items[g]; this.segments && i < this.items[g + 1]; i++) this.prompts[g + 1] += this.segments[i] - 1;
     }
   }
   numSegments(i) { return this.segments ? this.segments[i] : 1; }
-  order(sort) { // the groups in their order, and the completions of each group in theirs, at the places of the group
+  first(i) { // the first segment of a completion
+    const g = lastAtMost(this.items, i, this.sizes.length);
+    let number = this.prompts[g] + 1 + i - this.items[g];
+    for (let k = this.items[g]; this.segments && k < i; k++) number += this.segments[k] - 1;
+    return number;
+  }
+  order(sort) { // the groups in an order
     if (sort in this.orders) return this.orders[sort];
-    const { items, groupOf, count } = this, size = this.sizes.length, sign = sort === "worst" ? 1 : -1;
-    if (sort === "row") return this.orders.row = { groups: upTo(size), items: upTo(count) };
-    const keys = new Float64Array(size), next = items.slice(), sorted = new Int32Array(count);
-    for (let g = 0; g < size; g++) keys[g] = keyOf(this, g, sort);
-    const all = inOrder(sort === "long" ? this.n : this.r, sign);
-    for (let k = 0; k < count; k++) sorted[next[groupOf[all[k]]]++] = all[k];
-    return this.orders[sort] = { groups: inOrder(keys, sign), items: sorted };
+    const keys = new Float64Array(this.sizes.length);
+    if (sort !== "row") for (let g = 0; g < keys.length; g++) keys[g] = keyOf(this, g, sort);
+    return this.orders[sort] = inOrder(keys, sort === "worst" ? 1 : -1);
   }
   async segmentsOf(numbers) { // the segments with these numbers, by number
     const found = new Map(), parts = new Map();
@@ -51,13 +49,14 @@ class Step {
     return found;
   }
   async textOf(i) {
-    const all = Array.from({ length: this.numSegments(i) }, (_, k) => this.first[i] + k), found = await this.segmentsOf(all);
+    const all = Array.from({ length: this.numSegments(i) }, (_, k) => this.first(i) + k), found = await this.segmentsOf(all);
     return all.map(number => found.get(number).t).join("");
   }
   async whole(i) { // a completion with all its segments, as it is saved
-    const found = { r: this.r[i], f: this.f.map(f => f[i]), a: this.a[i], end: this.ends[this.end[i]], n: this.n[i], text: "", tokens: "" };
+    const digits = value => Number(value.toPrecision(5));
+    const found = { r: digits(this.r[i]), f: this.f.map(f => digits(f[i])), a: digits(this.a[i]), end: this.ends[this.end[i]], n: this.n[i], text: "", tokens: "" };
     for (let k = 0; k < this.numSegments(i); k++) {
-      const { t, k: own, ...rest } = (await this.segmentsOf([this.first[i] + k])).get(this.first[i] + k);
+      const { t, k: own, ...rest } = (await this.segmentsOf([this.first(i) + k])).get(this.first(i) + k);
       found.text += t;
       found.tokens += own ?? t;
       for (const [name, value] of Object.entries(rest)) found[name] = LISTS.includes(name) ? (found[name] || []).concat(value) : value;
@@ -68,7 +67,7 @@ class Step {
   async find(text, progress) { // the completions with a text in themselves or in their prompt; null if another search began
     if (this.search && this.search.text === text && this.search.done) return this.search;
     const search = this.search = { text, hits: new Uint8Array(this.count), at: new Map(), done: false };
-    let group = -1, i = 0, tail = "", inPrompt = false;
+    let group = -1, i = -1, left = 0, tail = "", inPrompt = false; // left: segments of completion i
     for (const [p, start] of this.parts.entries()) {
       progress(p, this.parts.length);
       const part = await loaded(`${this.key}.${p}`);
@@ -80,8 +79,12 @@ class Step {
           inPrompt = segment.prompt.toLowerCase().includes(text);
           continue;
         }
-        while (number >= this.first[i + 1] && i + 1 < this.count) i++;
-        if (number === this.first[i]) { tail = ""; search.hits[i] = inPrompt ? 1 : 0; }
+        if (left === 0) {
+          left = this.numSegments(++i);
+          tail = "";
+          search.hits[i] = inPrompt ? 1 : 0;
+        }
+        left--;
         const own = tail + segment.t.toLowerCase(), place = own.indexOf(text);
         if (place >= 0 && !search.at.has(i)) { search.hits[i] = 1; search.at.set(i, [number, Math.max(0, place - tail.length)]); }
         tail = own.slice(own.length - text.length + 1);
@@ -103,20 +106,15 @@ function lastAtMost(list, value, count) { // the place of the last of the first 
 
 const bytesOf = text => Uint8Array.fromBase64 ? Uint8Array.fromBase64(text).buffer : Uint8Array.from(atob(text), c => c.charCodeAt(0)).buffer;
 
-function upTo(count) { // 0, 1 ... count - 1
-  const places = new Int32Array(count);
-  for (let i = 0; i < count; i++) places[i] = i;
-  return places;
-}
-
 function inOrder(values, sign) { // the places of numbers, the least sign * number first and NaN last
-  const places = upTo(values.length), keys = new Float64Array(values.length), words = new Int32Array(keys.buffer);
-  for (const i of places) {
+  const count = values.length, places = new Int32Array(count), keys = new Float64Array(count), words = new Int32Array(keys.buffer);
+  for (let i = 0; i < count; i++) {
     keys[i] = Number.isNaN(values[i]) ? Number.MAX_VALUE : sign * values[i] + 0;
     words[2 * i] = keys[i] < 0 ? ~i : i; // the place, in the bits beyond the sixth digit: numbers alone sort ten times as fast
   }
   keys.sort();
-  return places.map(k => keys[k] < 0 ? ~words[2 * k] : words[2 * k]);
+  for (let k = 0; k < count; k++) places[k] = keys[k] < 0 ? ~words[2 * k] : words[2 * k];
+  return places;
 }
 
 async function stepOf(key) {
@@ -182,21 +180,27 @@ function fillEnds(select, step) { // the finish reasons that the step has, "leng
   for (const [id, title] of [["", "any"], ...found.map(end => [end, end])]) select.append(el("option", { value: id, text: title, selected: id === whet.view.end }));
 }
 
-function fitting(step, search) { // the groups with the completions that fit the filters, in their order
-  const v = whet.view, bound = (text, none) => text === "" ? none : Number(text);
+function fitting(step, search) { // the groups with completions that fit the filters, those of a group, and how many there are, in their order
+  const v = whet.view, bound = (text, none) => text === "" ? none : Math.fround(Number(text));
   const low = bound(v.low, -Infinity), high = bound(v.high, Infinity), any = v.low === "" && v.high === "";
   const short = bound(v.short, -Infinity), long = bound(v.long, Infinity), end = step.ends.indexOf(v.end);
-  const { r, n } = step, order = step.order(v.sort), groups = [];
-  for (const g of order.groups) {
-    const items = [];
-    for (let k = step.items[g]; k < step.items[g + 1]; k++) {
-      const i = order.items[k];
-      if ((any || r[i] >= low && r[i] <= high) && n[i] >= short && n[i] <= long && (end < 0 || step.end[i] === end) && (!search || search.hits[i])) items.push(i);
-    }
+  const { r, n } = step, all = FILTERS.every(name => v[name] === ""), of = v.sort === "long" ? n : r;
+  const fits = i => all || (any || r[i] >= low && r[i] <= high) && n[i] >= short && n[i] <= long && (end < 0 || step.end[i] === end) && (!search || search.hits[i]);
+  const itemsOf = g => {
+    const found = [];
+    for (let i = step.items[g]; i < step.items[g + 1]; i++) if (fits(i)) found.push(i);
+    const items = v.sort === "row" ? found : Array.from(inOrder(found.map(i => of[i]), v.sort === "worst" ? 1 : -1), k => found[k]);
     if (v.sort === "spread" && items.length > 2) items.splice(1, 0, items.pop()); // the best beside the worst
-    if (items.length) groups.push({ g, items });
-  }
-  return groups;
+    return items;
+  };
+  if (all) return { groups: step.order(v.sort), itemsOf, count: step.count };
+  let count = 0;
+  const groups = step.order(v.sort).filter(g => {
+    const before = count;
+    for (let i = step.items[g]; i < step.items[g + 1]; i++) if (fits(i)) count++;
+    return count > before;
+  });
+  return { groups, itemsOf, count };
 }
 
 function keyOf(step, g, sort) { // of a group: the mean reward, its range, or the greatest length
@@ -214,19 +218,20 @@ function keyOf(step, g, sort) { // of a group: the mean reward, its range, or th
 
 async function drawGroups(list, count, step, file, search) {
   const mine = list.drawing, target = whet.view.target, across = Math.ceil(innerWidth / ITEM_WIDTH);
-  let groups = fitting(step, search);
+  let { groups, itemsOf, count: fit } = fitting(step, search);
   if (window.Highlight) CSS.highlights.delete("found");
-  count.textContent = `${groups.reduce((a, g) => a + g.items.length, 0)} of ${step.count} completions`;
+  count.textContent = `${fit} of ${step.count} completions`;
   if (!groups.length) return list.replaceChildren(el("p", { class: "dim", text: "No completion fits these filters." }));
-  if (target) {
-    const linked = step.items[target[0]] + target[1], own = groups.filter(g => g.g === target[0]);
-    for (const g of own) if (g.items.indexOf(linked) >= across) g.items.unshift(...g.items.splice(g.items.indexOf(linked), 1));
-    groups = [...own, ...groups.filter(g => g.g !== target[0])];
-  }
+  if (target && groups.includes(target[0])) groups = [target[0], ...groups.filter(g => g !== target[0])];
+  const withItems = g => {
+    const items = itemsOf(g), linked = target && g === target[0] ? items.indexOf(step.items[g] + target[1]) : 0;
+    if (linked >= across) items.unshift(...items.splice(linked, 1));
+    return { g, items };
+  };
   let next = 0;
   const more = el("button", { class: "more", text: "show more" });
   const add = async () => {
-    const batch = groups.slice(next, next += next ? MORE_GROUPS : FIRST_GROUPS);
+    const batch = Array.from(groups.slice(next, next += next ? MORE_GROUPS : FIRST_GROUPS), withItems);
     const found = await step.segmentsOf(batch.flatMap(g => [step.prompts[g.g], ...g.items.slice(0, across).flatMap(i => startOf(step, i, search))]));
     if (list.drawing !== mine) return;
     if (!more.isConnected) list.replaceChildren(more);
@@ -243,7 +248,7 @@ const whenIdle = window.requestIdleCallback || setTimeout; // after what is in s
 
 function startOf(step, i, search) { // the segments that a completion's card needs: its first one, and the one with the text
   const at = search && search.at.get(i);
-  return at ? [step.first[i], at[0]] : [step.first[i]];
+  return at ? [step.first(i), at[0]] : [step.first(i)];
 }
 
 function groupCard({ g, items }, found, context) {
@@ -273,7 +278,7 @@ const NEEDS = { ratio: "ratio", entropy: "ent" }; // colour -> what a completion
 
 function itemCard(i, g, found, { step, file, search }) {
   const v = whet.view, k = i - step.items[g], linked = v.target && v.target[0] === g && v.target[1] === k;
-  const item = found.get(step.first[i]), reward = step.r[i], advantage = step.a[i], end = step.ends[step.end[i]];
+  const item = found.get(step.first(i)), reward = step.r[i], advantage = step.a[i], end = step.ends[step.end[i]];
   const sign = advantage > 0 ? "good" : advantage < 0 ? "bad" : "dim";
   const functions = step.functions.length > 1 ? step.functions.map((name, f) => `${name} ${short(step.f[f][i])}`).join(", ") : "";
   const body = el("div", { class: "text", tabindex: 0, role: "region", "aria-label": "completion" });
@@ -288,7 +293,7 @@ function itemCard(i, g, found, { step, file, search }) {
       Number.isNaN(advantage) ? null : el("span", { class: sign, text: `advantage ${advantage > 0 ? "+" : ""}${short(advantage)}` }),
       el("span", { class: "dim", text: `${step.n[i]} token${step.n[i] === 1 ? "" : "s"}` }),
       end === "stop" ? null : el("span", { class: "bad", text: `ended by ${end}` }),
-      item.s && Object.keys(item.s).length > 1 ? el("span", { class: "dim", title: "seconds that the episode waited for each", text: Object.entries(item.s).map(([name, s]) => `${name} ${seconds(s)}`).join(", ") }) : null,
+      item.s && Object.keys(item.s).length > 1 ? el("span", { class: "dim", title: "seconds that the episode waited for each", text: "waited for " + Object.entries(item.s).map(([name, s]) => `${name} ${seconds(s)}`).join(", ") }) : null,
       functions ? el("span", { class: "dim", text: functions }) : null),
     body,
     v.colour in NEEDS && item.len && !item[NEEDS[v.colour]] ? el("p", { class: "dim", text: `no ${v.colour} of tokens: the trainer stores them every token_stats_every_n_steps, of completions that it updates on` }) : null,
@@ -306,9 +311,9 @@ function itemCard(i, g, found, { step, file, search }) {
 function pager(reader) { // of a completion of several segments: which one is in front
   const { step, i } = reader, count = step.numSegments(i);
   if (count < 2) return null;
-  const input = el("input", { type: "number", min: 1, max: count, value: (reader.number ?? step.first[i]) - step.first[i] + 1, "aria-label": "part of the completion" });
+  const input = el("input", { type: "number", min: 1, max: count, value: (reader.number ?? step.first(i)) - step.first(i) + 1, "aria-label": "part of the completion" });
   input.onchange = async () => {
-    const number = step.first[i] + Math.min(Math.max(Math.round(Number(input.value)) || 1, 1), count) - 1;
+    const number = step.first(i) + Math.min(Math.max(Math.round(Number(input.value)) || 1, 1), count) - 1;
     const found = await step.segmentsOf([number]);
     reader.body.replaceChildren();
     reader.body.scrollTop = 0;
@@ -318,7 +323,7 @@ function pager(reader) { // of a completion of several segments: which one is in
 }
 
 function startText(reader, found) { // a transcript by its messages where tokens are not coloured, else the text
-  const { step, i } = reader, segment = found.get(step.first[i]), count = step.numSegments(i);
+  const { step, i } = reader, segment = found.get(step.first(i)), count = step.numSegments(i);
   const fill = text => {
     const messages = messagesOf(text);
     if (!messages) return startPlain(reader, found);
@@ -332,7 +337,7 @@ function startText(reader, found) { // a transcript by its messages where tokens
 }
 
 function startPlain(reader, found) { // from the first segment, or a little before the text that was searched for
-  const { body, step, i, search } = reader, at = search && search.at.get(i), first = step.first[i];
+  const { body, step, i, search } = reader, at = search && search.at.get(i), first = step.first(i);
   if (!at || at[0] === first && at[1] < FIRST_TEXT / 2) return fillText(reader, first, found.get(first), 0);
   const back = el("button", { class: "more", text: "from the beginning" });
   back.onclick = () => { body.replaceChildren(); fillText(reader, first, found.get(first), 0); };
@@ -346,7 +351,7 @@ function fillText(reader, number, segment, from) { // the next FIRST_TEXT charac
   let until = Math.min(text.length, from + FIRST_TEXT);
   reader.number = number;
   if (tokens) until = fillTokens(reader, segment, text, from, until); else body.append(text.slice(from, until));
-  const next = until < text.length ? [number, until] : number + 1 < step.first[i] + step.numSegments(i) ? [number + 1, 0] : null;
+  const next = until < text.length ? [number, until] : number + 1 < step.first(i) + step.numSegments(i) ? [number + 1, 0] : null;
   if (next) body.append(moreText(reader, ...next, text.length - until));
   if (reader.search) markFound(body, reader.search.text);
 }
@@ -416,7 +421,7 @@ function fillTokens({ body, step, i, v }, segment, text, from, until) { // retur
 }
 
 function moreText(reader, number, from, rest) {
-  const { step, i, body } = reader, left = step.first[i] + step.numSegments(i) - 1 - number;
+  const { step, i, body } = reader, left = step.first(i) + step.numSegments(i) - 1 - number;
   const button = el("button", { class: "more", text: `show more (${rest > 0 ? `${short(rest)} characters` : ""}${rest > 0 && left > 0 ? " and " : ""}${left > 0 ? `${left} part${left > 1 ? "s" : ""}` : ""})` });
   return whenSeen(button, body, async () => {
     const found = await step.segmentsOf([number]);
