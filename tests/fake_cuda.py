@@ -179,7 +179,7 @@ def _move_engine(engine, fixed):
     with MODE:
         runner.state = torch.zeros(*runner.state.shape, dtype=torch.long, device=CUDA)
         if fixed:
-            runner.fix_shapes()
+            engine._fix_shapes()
             runner.graphs._captures = False
         else:
             runner.layout = DecodeLayout(runner.completion_store, CUDA)

@@ -289,13 +289,9 @@ def check_eval(config: EvalRunConfig) -> None:
     whet.errors.ConfigError: no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
     """
     missing = []
-    if config.sampling.agent is not None:
-        missing.append(
-            f"rollout.agent={config.sampling.agent}: whet eval runs no agents, which are evaluated by their run "
-            "(trainer.eval_every_n_steps); set rollout.agent=null to evaluate the prompts alone"
-        )
     missing += missing_inputs(config.model, config.data.path, "<folder, run folder or hub name>")
-    if not config.reward_names and not config.sampling.has_environment_class:
+    plays = config.sampling.has_environment_class or config.sampling.agent is not None
+    if not config.reward_names and not plays:
         missing.append("no reward; write reward=file.py:function, or the name of one of whet's own")
     if config.reward_model is not None and config.reward_model.model is None:
         missing.append("reward_model has no model; write reward_model.model=<hub name or folder>")

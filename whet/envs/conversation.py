@@ -22,7 +22,7 @@ from whet.envs.failures import EpisodeFailures
 from whet.envs.multi_turn import run_turns, stand_in
 from whet.envs.recorded import DivergedError, RecordedAnswers, Tape
 from whet.envs.script import Script, load_script
-from whet.envs.tool_calls import ToolTemplate
+from whet.envs.tool_calls import ToolTemplate, split_reasoning
 from whet.envs.tool_episodes import PROMPT
 from whet.envs.tools import ToolCounts
 from whet.envs.transcript import ChatTranscript
@@ -218,6 +218,9 @@ class Conversation:
         parse = None
         if template is not None and kind is not None:
             parse = lambda tokens, context: template.parse(tokens, context, kind.tools.schemas)
+        elif kind is not None and not self.encode.is_plain(prompt.source):
+            tokenizer = self.encode.tokenizer
+            parse = lambda tokens, context: split_reasoning(tokenizer.decode(tokens, skip_special_tokens=True))
         return ChatTranscript(prompt, self.encode, end_ids=self.end_ids, parse=parse)
 
     def _respond(

@@ -22,7 +22,7 @@ import numpy as np
 
 from whet.errors import ConfigError
 
-__all__ = ["CALL_FORMS", "ToolTemplate", "parse_turn"]
+__all__ = ["CALL_FORMS", "ToolTemplate", "parse_turn", "split_reasoning"]
 
 CALL_FORMS: dict[str, dict[str, Any]] = {
     # <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>; the schema gives the types
@@ -198,6 +198,21 @@ def parse_turn(
         return _checked_message(message, tokenizer.eos_token)
     except (ValueError, TypeError):
         return {"role": "assistant", "content": str(tokenizer.decode(ids, skip_special_tokens=True))}
+
+
+def split_reasoning(text: str) -> dict[str, Any]:
+    r"""Returns the text of a turn as a message, with what stands before </think> as its reasoning_content.
+
+    The mark <think> may be the end of the prompt. Args: text: without calls.
+
+    >>> split_reasoning("<think>\n2 and 3\n</think>\n\n5")
+    {'role': 'assistant', 'content': '5', 'reasoning_content': '2 and 3'}
+    """
+    thought, mark, said = text.rpartition("</think>")
+    if not mark:
+        return {"role": "assistant", "content": text}
+    thought = thought.strip().removeprefix("<think>").strip()
+    return {"role": "assistant", "content": said.lstrip(), "reasoning_content": thought}
 
 
 def _checked_message(message: Any, eos: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from whet.data.sources import load_rows
 from whet.data.templates import uses_chat_template
 from whet.data.text_parts import decode_ids
 from whet.envs import Conversation, load_script
+from whet.envs.agent import AGENT_REWARD, load_agent
 from whet.envs.environment import ENVIRONMENT_REWARD
 from whet.envs.failures import EpisodeFailures
 from whet.errors import ConfigError, DataError, lookup_error, nearest
@@ -46,10 +47,14 @@ from whet.observe.progress import Progress
 from whet.parallel.processes import join_processes
 from whet.rewards.reward_batch import RewardBatch
 from whet.rollout.build import make_sampling
+from whet.rollout.policy_rollouts import EpisodeRunner
 from whet.rollout.sampler import Sampler
 from whet.run.provenance import source_of, weights_digest
 from whet.storage.files import finite_or_none
 from whet.types import Group, Prompt
+
+if TYPE_CHECKING:
+    from whet.serve.agent_episodes import AgentEpisodes
 
 __all__ = ["Evaluation", "Evaluator", "evaluate"]
 
@@ -195,12 +200,16 @@ class Evaluator:
         self.tokenizer = config.tokenizer if tokenizer is None else tokenizer
         self.data = config.data.path if data is None else data
         self.reward = reward
+        self._episodes: AgentEpisodes | None = None
         rollout = config.sampling
         turns = rollout.max_turns
         self.script = None if rollout.env_path is None else load_script(rollout.env_path, turns=turns)
         """The environment."""
         environment = None if self.script is None else self.script.environment
         self.own_reward = ENVIRONMENT_REWARD if environment is not None and environment.has_reward else None
+        if rollout.agent is not None:
+            load_agent(rollout.agent)  # raises before the model is loaded
+            self.own_reward = AGENT_REWARD
         """The name of the reward that the episodes bring; None = they bring none."""
         required = {
             "model": self.model,
@@ -234,6 +243,7 @@ class Evaluator:
             ) as sampler:
                 self.config = self._with_template(sampler)
                 work = _Work(self, sampler, folder)
+                self._episodes = work.agents
                 with Progress(len(work.prompts), description=description) as progress:
                     results = [r for batch in work.batches() for r in work.compute_rewards(batch, progress)]
             evaluation = work.summarize(results, time.monotonic() - started)
@@ -244,6 +254,8 @@ class Evaluator:
                 log.warning("what was completed is kept in %s; continue with resume=true out=%s", folder.path, c.out)
             raise
         finally:
+            if self._episodes is not None:
+                self._episodes.close()
             if folder is not None:
                 folder.close()
         return evaluation
@@ -286,20 +298,12 @@ class _Work:
         log.info("%s: %d prompts, %d completion(s) of each", self.name, len(self.prompts), self.generations)
         sampling = make_sampling(c, sampler.eos_ids, sampler.tokenizer)
         self.sampling = sampler.limit_lengths(sampling, self.prompts, fixed=False)
-        self.conversation = None
-        if c.has_turns:
+        self.run_episode: EpisodeRunner | None = None
+        self.agents: AgentEpisodes | None = None
+        """Those of rollout.agent, with a server."""
+        if c.has_turns or c.agent is not None:
             self.sampling = [sampling] * len(self.prompts)  # an episode limits its own turns
-            self.conversation = Conversation.from_config(
-                c,
-                self.encode,
-                end_ids=sampler.eos_ids if c.eos_tokens is None else c.eos_tokens,
-                max_length=sampler.longest,
-                failures=EpisodeFailures(
-                    self.config.on_reward_error,
-                    on_infrastructure="retry" if c.on_infrastructure_failure == "retry" else "mask",
-                    max_retries=c.max_retries,
-                ),
-            )
+            self.run_episode = self._make_episodes(sampler)
         if num_short := sum(s.max_tokens < c.max_tokens_to_generate for s in self.sampling):
             log.warning(
                 "%d of %d prompts leave less than rollout.max_tokens_to_generate=%d of the %s tokens of the context; "
@@ -309,6 +313,31 @@ class _Work:
                 c.max_tokens_to_generate,
                 sampler.longest,
             )
+
+    def _make_episodes(self, sampler: Sampler) -> EpisodeRunner:
+        """Returns the generator function of the episodes of an agent or an environment."""
+        c = self.config.sampling
+        failures = EpisodeFailures(
+            self.config.on_reward_error,
+            on_infrastructure="retry" if c.on_infrastructure_failure == "retry" else "mask",
+            max_retries=c.max_retries,
+        )
+        end_ids = sampler.eos_ids if c.eos_tokens is None else c.eos_tokens
+        if c.agent is None:
+            return Conversation.from_config(
+                c, self.encode, end_ids=end_ids, max_length=sampler.longest, failures=failures
+            ).run_episode
+        from whet.serve.agent_episodes import AgentEpisodes  # with the server, which others do without
+
+        self.agents = AgentEpisodes.from_config(
+            c,
+            sampler.tokenizer,
+            eos_ids=end_ids,
+            longest=sampler.longest,
+            system_prompt=self.encode.system_prompt,
+            failures=failures,
+        )
+        return self.agents.run_episode
 
     def _encode(self, data: Any) -> tuple[list[Prompt], int]:
         """Returns the encoded prompts, and the number of those that were too long."""
@@ -391,7 +420,7 @@ class _Work:
             num_generations=self.generations,
             seed=self.seed,
             first=places[0],
-            run_episode=None if self.conversation is None else self.conversation.run_episode,
+            run_episode=self.run_episode,
         )
 
     def compute_rewards(self, batch: EvalBatch, progress: Progress) -> list[PromptResult]:
@@ -444,7 +473,9 @@ class _Work:
             "sampling": sampling,
             "rollout_engine": dump_tree(self.config.rollout_engine),
         }
-        if self.conversation is not None and self.script is not None:
+        if self.agents is not None:
+            draws["agent"] = source_of(self.agents.agent)[1:]
+        elif self.run_episode is not None and self.script is not None:
             draws["environment"] = source_of(self.script.code)[1:]
         return draws, hash_reward_functions(self.manager, [columns])
 

@@ -63,20 +63,15 @@ def make_agent_episodes(
     Raises: ConfigError: the agent can't be found or called.
     """
     from whet.serve.agent_episodes import AgentEpisodes  # with the server, which other runs do without
-    from whet.serve.run_model import RunModel
 
-    config = cluster.rollout_for(mode)
-    bounds = [longest_sequence(cluster, mode), config.max_prompt_length + config.most_tokens]
-    model = RunModel(
+    return AgentEpisodes.from_config(
+        cluster.rollout_for(mode),
         cluster.tokenizer,
-        cluster.eos_ids,
-        name="policy",
-        longest=min((bound for bound in bounds if bound is not None), default=None),
-        chat_template_kwargs=config.chat_template_kwargs,
+        eos_ids=cluster.eos_ids,
+        longest=longest_sequence(cluster, mode),
         system_prompt=encode.system_prompt,
+        failures=failures,
     )
-    agent = load_agent(config.agent)
-    return AgentEpisodes(agent, model, timeout_s=config.agent_timeout_s, failures=failures)
 
 
 def longest_sequence(cluster: RLCluster, mode: Mode) -> int | None:

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from whet.envs.agent import AGENT_REWARD
+from whet.config.rollout import RolloutConfig
+from whet.envs.agent import AGENT_REWARD, load_agent
 from whet.envs.failures import EpisodeFailures
 from whet.envs.multi_turn import stand_in
 from whet.envs.tool_episodes import PROMPT
@@ -72,6 +73,33 @@ class AgentEpisodes:
         self._number = 0
         self._finalizer = weakref.finalize(self, _close, self.server, self._agents)
         self._finalizer.atexit = False
+
+    @classmethod
+    def from_config(
+        cls,
+        config: RolloutConfig,
+        tokenizer: Any,
+        *,
+        eos_ids: Sequence[int],
+        longest: int | None,
+        system_prompt: str | None,
+        failures: EpisodeFailures,
+    ) -> AgentEpisodes:
+        """Returns the episodes of rollout.agent, with the server that its agents call.
+
+        Args: longest: of a sequence, a limit of the model or of a pass; None = no limit. The others: see ChatModel.
+        Raises: ConfigError: the agent can't be found or called.
+        """
+        bounds = [longest, config.max_prompt_length + config.most_tokens]
+        model = RunModel(
+            tokenizer,
+            eos_ids,
+            name="policy",
+            longest=min((bound for bound in bounds if bound is not None), default=None),
+            chat_template_kwargs=config.chat_template_kwargs,
+            system_prompt=system_prompt,
+        )
+        return cls(load_agent(config.agent), model, timeout_s=config.agent_timeout_s, failures=failures)
 
     def close(self) -> None:
         """Ends all agents, and the server."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from whet.envs.tool_calls import split_reasoning
 from whet.rollout.base import Output, PartialOutput, Request
 from whet.rollout.text import TextStream
 from whet.serve.api_errors import ApiError
@@ -268,7 +269,7 @@ class ChatCall(Call):
     def _message(self, index: int, output: PartialOutput) -> dict[str, Any]:
         """Returns the assistant's message, with its tool calls in OpenAI's form."""
         if not self.tools:
-            return {"role": "assistant", "content": self._text(index, output)}
+            return split_reasoning(self._text(index, output))
         turn = self.model.read_turn(output.tokens, self.requests[index].tokens, self.tools)
         calls = [
             {

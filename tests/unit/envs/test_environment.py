@@ -111,6 +111,7 @@ def test_a_template_that_rewrites_turns_forks():
     _, (first, second), contexts = run_conversation(Guess, said, encode=encoder(None, QWEN3))
     assert first.prefix.tolist() == contexts[0] and second.prefix.tolist() == contexts[1]
     assert second.info["turns"] == 2 and second.info["forks"] == 1 and "think" not in decode(second.prefix)[:-30]
+    assert first.messages == ({"role": "assistant", "content": "1", "reasoning_content": "a"},)
 
 
 class Guess:
@@ -377,7 +378,7 @@ def test_a_turn_s_reward_is_at_its_last_token_and_in_the_episode_s(template):
     said = ["<think>\na\n</think>\n\n12", "1", "234", "3"]
     episode, made, _ = run_conversation(Rewarded, said, encode=encoder(None, template))
     assert len(made) == (4 if template is QWEN3 else 1)
-    want = [len(said[0]) / 10, 0.0, 0.3, 0.0]
+    want = [0.2, 0.0, 0.3, 0.0]  # step is given the text without the thinking
     assert episode.rewards == {ENVIRONMENT_REWARD: pytest.approx(sum(want) + 1 - 0.4)}
     found = np.concatenate([c.token_rewards[c.versions >= 0] for c in made])
     lengths = [len(text) + 1 for text in said]

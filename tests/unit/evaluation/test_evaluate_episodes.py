@@ -3,6 +3,7 @@
 import functools
 import json
 
+import agent_runs
 import pandas
 import pytest
 from chat_templates import TOOLS
@@ -67,6 +68,23 @@ def test_a_continued_evaluation_samples_nothing_again_and_keeps_the_rewards_of_e
     assert told["rewards/environment"].value == first["rewards/environment"].value
     assert told["reward"].value > first["reward"].value
     pandas.testing.assert_frame_equal(kept(tmp_path / "e", "*")[before.columns], before)
+
+
+def test_an_agent_s_episodes_are_those_of_a_runs_evaluation(tmp_path):
+    folder = tmp_path / "run"
+    training = {"eval_every_n_steps": 1, "max_steps": 1, "run_dir": str(folder)}
+    made = agent_runs.learner(agent_runs.two_turns, rollout={"eval": {"temperature": 0.0}}, **training)
+    made.train(DATA, DATA)
+    sizes = {"max_prompt_length": 100, "max_tokens_to_generate": 6, "max_episode_tokens": 400, "temperature": 0.0}
+    rollout = {"agent": agent_runs.two_turns, **sizes}
+    model, tokenizer = tiny_model(max_position_embeddings=512), byte_tokenizer()
+    keys = {"data.apply_chat_template": True, "out": str(tmp_path / "e")}
+    result = evaluate(model, DATA, None, tokenizer=tokenizer, rollout=rollout, **keys)
+    ours, runs = kept(tmp_path / "e", "eval-*"), kept(folder, "eval-000000*")
+    same = ["row", "generation", "completion", "reward/agent", "finish_reason", "info"]
+    assert ours[same].to_dict() == runs[same].to_dict()
+    assert result["rewards/agent"].value == pytest.approx(runs["reward/agent"].mean())
+    assert {json.loads(info)["turns"] for info in ours["info"]} == {2}
 
 
 def test_an_environment_without_a_reward_needs_a_function(world, tmp_path):

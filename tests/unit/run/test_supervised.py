@@ -65,7 +65,7 @@ class Imitation(Task):
         return record_inputs({Role.ACTOR: self.roles.worker}, self.roles.tokenizer, functions=[("the loss", nll)])
 
     def evaluate(self, run, step):
-        return flat(run.trainer.evaluate([batch_of(self.held_out)]))
+        return flat(run.trainer.evaluate_batch(batch_of(self.held_out)))
 
     def state(self):
         return {"seen": self.seen}

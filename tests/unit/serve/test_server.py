@@ -191,6 +191,17 @@ def test_tool_calls_are_parsed_and_answers_reach_the_template():
         assert "tool_calls" not in none["message"] and "<tool_call>" in none["message"]["content"]
 
 
+def test_thinking_is_apart_from_the_content_of_a_chat_completion():
+    answer = lambda prompt: "5 " if "again" in prompt else "<think>\n2 and 3\n</think>\n\n5"
+    with serving(engine=saying(answer), tokenizer=tool_tokenizer()) as server:
+        first, second = (
+            post(server, "/v1/chat/completions", messages=[{"role": "user", "content": text}])["choices"][0]["message"]
+            for text in ("2+3=", "again")
+        )
+    assert first == {"role": "assistant", "content": "5", "reasoning_content": "2 and 3"}
+    assert second == {"role": "assistant", "content": "5 "}
+
+
 def test_tools_need_a_template_that_has_them(server):
     status, _, body = send(server, "POST", "/v1/chat/completions", {"messages": HI, "tools": [ADD]})
     assert status == 400 and "does not support tool calling" in body["error"]["message"]
