@@ -193,6 +193,11 @@ class PolicyLearner(RLLearner):
                 "sampler-rejection"
             )
         warn_about_config(c, cluster.rollout_for().max_tokens_to_generate)
+        if c.policy_loss_fn == "reinforce" and c.sampler_is is None and not cluster.rollout.caps.shared_weights:
+            log.warning(
+                "the engine computes other logprobs than the trainer, and policy_loss_fn='reinforce' has no ratio that "
+                "corrects for it; set algo.sampler_is='token'"
+            )
 
     def _num_sequences(self, prompts: int | None) -> int | None:
         """Returns the sequences of a micro-batch of `prompts` prompts."""
