@@ -23,6 +23,8 @@ __all__ = ["VerifiersAgent"]
 
 CHAT = "whet-chat"
 """The harness of seats that name none: one call of the model for each turn, in this process."""
+HERE = {"runtime": {"type": "subprocess"}}
+"""The runtime of such a seat; verifiers' default is a sandbox of its makers' service."""
 INFRASTRUCTURE = ("InterceptionError", "ProviderError", "SandboxError", "TunnelError")
 """The errors of verifiers that are no failure of the environment's code."""
 
@@ -54,7 +56,7 @@ class VerifiersAgent:
         try:
             resolved = resolve_env_config(dict(config))
             seats = [name for name, seat in agent_config_fields(resolved).items() if seat.harness is None]
-            chat = {name: {**dict(config.get(name) or {}), "harness": {"id": CHAT}} for name in seats}
+            chat = {name: {**HERE, **dict(config.get(name) or {}), "harness": {"id": CHAT}} for name in seats}
             self.config = resolve_env_config({**config, **chat})
         except Exception as error:  # its own checks, and a taskset's code
             raise ConfigError(
@@ -94,7 +96,7 @@ class VerifiersAgent:
                 episode = await environment.run_episode(self.tasks[int(row["index"])], context)
         finally:
             del os.environ[variable]
-        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
         if not episode.ok and errors:
             error = errors[0]
             message = f"the episode of verifiers ended with {error.type}: {error.message}"
