@@ -230,7 +230,7 @@ def tokens(device: Any) -> dict[str, Any]:
         for eagerly in (False, True):
             engine = EmbeddedEngine(_model(family).to(device), max_batch=24)
             if engine._runner.graphs is None:
-                engine._runner.fix_shapes()
+                engine._fix_shapes()
             assert engine._runner.graphs is not None
             engine._runner.graphs._captures &= not eagerly
             drawn.append(_drawn(engine))

@@ -89,7 +89,7 @@ def decode_kernels(layers: int) -> int:
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.bfloat16).eval()
     engine = EmbeddedEngine(model, max_batch=16, native=False)
-    engine._runner.fix_shapes()
+    engine._fix_shapes()
     assert engine._runner.graphs is not None
     counts = []
 

@@ -43,6 +43,7 @@ from whet.ops.policy_losses import POLICY_LOSSES
 from whet.ops.policy_objective import PolicyObjective
 from whet.ops.preference import PREFERENCE_LOSSES
 from whet.rollout.base import Sampling
+from whet.rollout.engine import prefill
 from whet.rollout.engine import runner as runner_file
 from whet.rollout.engine.engine import EmbeddedEngine
 from whet.rollout.engine.fused_backbone import FusedBackbone
@@ -179,20 +180,21 @@ def _move_engine(engine, fixed):
     with MODE:
         runner.state = torch.zeros(*runner.state.shape, dtype=torch.long, device=CUDA)
         if fixed:
-            runner.fix_shapes()
+            engine._fix_shapes()
             runner.graphs._captures = False
         else:
             runner.layout = DecodeLayout(runner.completion_store, CUDA)
 
 
 def engine_case(family="qwen3", *, fixed=True, lengths=(40, 9), dtype=torch.bfloat16, lora=False,
-                prefill_tokens=8192, kv_cache_tokens=None, **sampling):  # fmt: skip
+                prefill_tokens=8192, kv_cache_tokens=None, varlen=False, **sampling):  # fmt: skip
     """Drains an engine. Returns: counts, and the most copies of a block of decode steps."""
     model = load_model(build(family, max_position_embeddings=512).to(dtype), dtype=dtype, lora=LORA if lora else None)
     options = {"prefill_tokens": prefill_tokens, "kv_cache_tokens": kv_cache_tokens}
     engine = EmbeddedEngine(model, max_batch=64, native=False, **options)
     _move_engine(engine, fixed)
     rng, blocks, ledger = np.random.RandomState(0), [], Ledger()
+    prefill.varlen_unsupported_reason = lambda case: None if varlen else "it is not what this case shows"
 
     def read(tensors):
         fakes = to_host(tensors)
@@ -233,6 +235,7 @@ ENGINE = {
     "moe": {"family": "qwen3_moe"},
     "lora": {"lora": True},
     "chunks": {"prefill_tokens": 16},
+    "varlen": {"prefill_tokens": 16, "varlen": True},
     "bounded": {"kv_cache_tokens": 128},
     "fp32": {"dtype": torch.float32},
     "gemma2": {"family": "gemma2"},

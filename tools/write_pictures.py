@@ -43,7 +43,9 @@ def main() -> None:
                 save(args.out / f"reading-{name}.png", page.screenshot(clip=page.evaluate(BETWEEN, sections)))
         if args.report:
             save(args.out / "report-overview.png", opened(browser, args.report, WIDE).screenshot())
-            page = opened(browser, args.report, {**WIDE, "height": 620}, "#completions")
+            page = opened(browser, args.report, {**WIDE, "height": 620}, "#completions/0-train-000010")
+            page.select_option("[aria-label=order]", "spread")
+            page.wait_for_timeout(500)
             save(args.out / "report-completions.png", page.screenshot())
             shots = [opened(browser, args.report, NARROW, f"#{tab}", "dark") for tab in ("", "completions", "time")]
             save(args.out / "report-narrow-dark.png", *(shot.screenshot() for shot in shots))

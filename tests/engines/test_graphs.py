@@ -71,7 +71,7 @@ def captured(engine):
         made.append(Replay(body, addresses))
         return made[-1], made[-1].out
 
-    runner.fix_shapes()
+    engine._fix_shapes()
     runner.graphs._captures, runner.graphs._capture = True, capture
     return made
 
@@ -96,6 +96,19 @@ def test_padding_rows_and_replayed_steps_change_no_token(family, sampling, graph
     engine.update(1)
     fresh = EmbeddedEngine(model, max_batch=11)
     same(run(engine, work), run(fresh, work))
+
+
+@pytest.mark.parametrize("bound", [440, 700, 1500])
+def test_a_bounded_cache_counts_the_padding_of_replayed_steps(bound):
+    model, held = build(gain=3.0), []
+    work = requests(prompts((3, 70, 40, 9, 1, 33)), Sampling(max_tokens=45, stop_ids=STOPS), group=4)
+    want = run(EmbeddedEngine(model, max_batch=24), work)
+    engine = EmbeddedEngine(model, max_batch=24, kv_cache_tokens=bound)
+    made = captured(engine)
+    features = engine._runner.forward.features
+    engine._runner.forward.features = lambda *a: (features(*a), held.append(engine._runner.kv_tokens))[0]
+    same(run(engine, work), want)
+    assert max(held) <= bound and sum(g.count for g in made) > len(made)
 
 
 def test_steps_with_penalties_truncation_or_several_plans_run_eagerly_among_fixed_shapes():
@@ -145,7 +158,7 @@ def small(seed=0):
 def on_gpu(model, index=1, **options):
     """An engine whose steps are captured on a device that is not the current one."""
     engine = EmbeddedEngine(model, max_batch=11, native=False, **options)
-    engine._runner.fix_shapes()
+    engine._fix_shapes()
     engine._runner.graphs = StepGraphs(torch.device("cuda", index))
     return engine
 

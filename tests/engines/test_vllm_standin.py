@@ -138,7 +138,8 @@ def installed(monkeypatch):
     """A tested version of vLLM, by its looks."""
     find, version = importlib.util.find_spec, importlib.metadata.version
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: object() if name == "vllm" else find(name, *a))
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: TESTED + ".0" if name == "vllm" else version(name))
+    tested = lambda name: TESTED[0] + ".0" if name == "vllm" else version(name)
+    monkeypatch.setattr(importlib.metadata, "version", tested)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_auto_takes_no_vllm_that_is_missing_or_untested(installed, monkeypatch, 
         assert choose_engine(RolloutConfig(), device=CUDA) == "embedded"
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None)
         assert choose_engine(RolloutConfig(), device=CUDA) == "embedded"
-    assert f"vLLM 0.99.1 is installed, and {TESTED} is tested" in caplog.text
+    assert "vLLM 0.99.1 is installed, and 0.31 and 0.32 are tested" in caplog.text
     assert "vLLM is not installed" in caplog.text
     check_engine("auto")
 

@@ -43,6 +43,7 @@ def learner_of(args):
     learner = TRLLearner(made.cluster, plain, [length_reward], data=made.learner.data)
     learner.algo_config, learner.objective, learner.kl_controller = algo, make_objective(algo), KLController(algo)
     learner.kl_controller.entropy = 0.0  # of the update before
+    learner.agents, learner.trainer = made.learner.agents, made
     made.cluster.actor_trainer.with_loss_fn(
         learner.loss,
         loss_agg_mode=algo.loss_agg_mode,

@@ -19,7 +19,7 @@ from whet.ops.preference import PREFERENCE_LOSSES
 TESTS = Path(__file__).parents[1]
 ENGINE = (
     *("greedy", "eager", "truncated", "min-p", "penalty", "logits", "moe", "lora"),
-    *("chunks", "bounded", "fp32", "gemma2", "gemma3", "gpt_oss"),
+    *("chunks", "varlen", "bounded", "fp32", "gemma2", "gemma3", "gpt_oss"),
 )
 UPDATES = (
     *("plain", "entropy", "truncated", "forbidden", "penalty", "constrained", "full"),

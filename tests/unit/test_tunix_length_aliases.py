@@ -3,7 +3,8 @@
 import pytest
 from helpers import tunix_cluster
 
-from whet import Sampler, cli, config, evaluate, tunix
+from whet import Sampler, config, evaluate, tunix
+from whet.cli import registry
 from whet.cli.chat import Chat
 from whet.config.generate import ChatConfig, GenerateConfig
 from whet.demo import small_model
@@ -21,13 +22,13 @@ def at(settings, key):
 def test_a_run_has_a_short_key_for_the_lengths_in_words_and_in_a_file(command, tmp_path):
     file, key = tmp_path / "run.yaml", "rollout.max_tokens_to_generate"
     for word in ("max_tokens", "max_tokens_to_generate", key):
-        assert at(cli._config(command, [f"{word}=7"]), key) == 7, word
+        assert at(registry.load_command_config(command, [f"{word}=7"]), key) == 7, word
         section, dot, name = word.partition(".")
         file.write_text(f"{section}: {{{name}: 9}}\n" if dot else f"{word}: 9\n")
-        assert at(cli._config(command, [str(file)]), key) == 9, word
-        assert at(cli._config(command, [str(file), f"{word}=7"]), key) == 7, word  # over the file
-    assert at(cli._config("generate", ["max_tokens_to_generate=7"]), "max_tokens") == 7
-    assert at(cli._config(command, ["max_prompt_length=7"]), "rollout.max_prompt_length") == 7
+        assert at(registry.load_command_config(command, [str(file)]), key) == 9, word
+        assert at(registry.load_command_config(command, [str(file), f"{word}=7"]), key) == 7, word  # over the file
+    assert at(registry.load_command_config("generate", ["max_tokens_to_generate=7"]), "max_tokens") == 7
+    assert at(registry.load_command_config(command, ["max_prompt_length=7"]), "rollout.max_prompt_length") == 7
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_a_run_has_a_short_key_for_the_lengths_in_words_and_in_a_file(command, t
 )
 def test_another_name_is_refused_with_the_key(command, word, key):
     with pytest.raises(ConfigError, match=f"unknown key {word}.*{key}"):
-        cli._config(command, [f"{word}=7"])
+        registry.load_command_config(command, [f"{word}=7"])
 
 
 def test_other_names_of_classes_and_calls_are_refused():

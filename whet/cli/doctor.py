@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import subprocess
 import tempfile
@@ -75,8 +76,16 @@ def _fits(name: str, words: tuple[str, ...], memory: float) -> bool:
 
 @functools.cache
 def _sizes(name: str, words: tuple[str, ...]) -> tuple[RunConfig, ModelSizes]:
-    """Returns a run of a Qwen3, and the sizes of the model."""
-    layers, width, gate, heads = _QWEN3[name]
+    """Returns a run of a Qwen3, and the sizes of the model. Its layers are alike, so models of 1 and 2 give them."""
+    layers = _QWEN3[name][0]
+    (config, one), (_, two) = (_sizes_of(name, words, count) for count in (1, 2))
+    each = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
+    return config, ModelSizes(**{n: x + (layers - 1) * (getattr(two, n) - x) for n, x in each.items()})
+
+
+def _sizes_of(name: str, words: tuple[str, ...], layers: int) -> tuple[RunConfig, ModelSizes]:
+    """Returns a run of a Qwen3 with so many layers, and the sizes of the model."""
+    _, width, gate, heads = _QWEN3[name]
     shape = Qwen3Config(
         vocab_size=151_936,
         hidden_size=width,

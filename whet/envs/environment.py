@@ -139,19 +139,22 @@ class EnvironmentInstance:
 
         Args: prompt: of the group.
         Returns: what `reset` has returned, for `with_observation`.
-        Raises: DataError: a column is named "prompt" besides the prompt.
+        Raises: DataError: a column is named "prompt" besides the prompt, and the class does not take the row whole.
         """
-        if "prompt" in prompt.columns:
+        takes_row = getattr(self.of.kind, "takes_row", False)  # reset(prompt, row) in place of reset(prompt, **row)
+        if "prompt" in prompt.columns and not takes_row:
             raise DataError(
                 f"row {prompt.row} has a column 'prompt' besides its prompt, which reset receives under that name; "
                 "rename the column"
             )
-        row = copy.deepcopy({**prompt.columns, "prompt": prompt.source})
+        source, columns = copy.deepcopy((prompt.source, dict(prompt.columns)))
 
         def create() -> Any:
             self._instance = self.of.kind()
             reset = getattr(self._instance, "reset", None)
-            return None if reset is None else reset(**row)
+            if reset is None:
+                return None
+            return reset(source, columns) if takes_row else reset(prompt=source, **columns)
 
         observation = yield self._call(create, "reset", phase="reset")
         functions = {name: getattr(self._instance, name) for name in self.of.tool_names}

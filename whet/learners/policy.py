@@ -158,6 +158,11 @@ class PolicyLearner(RLLearner):
                 reading=self._num_sequences(self.config.compute_logps_micro_batch_size),
             )
 
+    @property
+    def records_sampler(self) -> bool:
+        """Whether batch.sampler_logprobs are of the policy that sampled."""
+        return self.cluster.rollout.caps.logprobs
+
     def check(self, cluster: RLCluster) -> None:
         """Raises ConfigError where cluster and configuration don't fit; warns of settings that rarely make sense."""
         c = self.algo_config
@@ -188,6 +193,11 @@ class PolicyLearner(RLLearner):
                 "sampler-rejection"
             )
         warn_about_config(c, cluster.rollout_for().max_tokens_to_generate)
+        if c.policy_loss_fn == "reinforce" and c.sampler_is is None and not cluster.rollout.caps.shared_weights:
+            log.warning(
+                "the engine computes other logprobs than the trainer, and policy_loss_fn='reinforce' has no ratio that "
+                "corrects for it; set algo.sampler_is='token'"
+            )
 
     def _num_sequences(self, prompts: int | None) -> int | None:
         """Returns the sequences of a micro-batch of `prompts` prompts."""
@@ -350,7 +360,7 @@ class PolicyLearner(RLLearner):
     def _adjust_metrics(self, metrics: Metrics, mini: TokenBatch, selected: TokenBatch) -> Metrics:
         """Returns an update's metrics as those of the whole mini-batch. Args: selected: the part of it that was run."""
         reductions = self.cluster.actor_trainer.reductions
-        if selected.sampler_logprobs is not None and self.cluster.rollout.caps.logprobs:
+        if selected.sampler_logprobs is not None and self.records_sampler:
             metrics = average_over_known(metrics, "sampling/", selected, ~selected.sampler_logprobs.isnan(), reductions)
         zero = {k: how for name in self.zero_metrics or () for k, how in metric_labels(name, reductions).items()}
         metrics = average_over_mini_batch(with_ess(metrics), mini, selected, zero=zero)
@@ -361,7 +371,7 @@ class PolicyLearner(RLLearner):
         controller = self.kl_controller
         objective = replace(self.objective, beta=controller.loss_beta, entropy_coef=controller.loss_entropy_coef)
         loss, metrics = objective(x)
-        if x.sampler_logprobs is not None and self.cluster.rollout.caps.logprobs:
+        if x.sampler_logprobs is not None and self.records_sampler:
             known = ~x.sampler_logprobs.isnan()
             metrics |= {name: torch.where(known, value, 0.0) for name, value in sampling_metrics(x).items()}
         else:

@@ -31,7 +31,7 @@ try:
 except ImportError:
     varlen_attn = None
 
-__all__ = ["OPERATORS", "VarlenRow", "varlen_unsupported_reason"]
+__all__ = ["OPERATORS", "VarlenRow", "attend_sequences", "varlen_unsupported_reason"]
 
 log = logging.getLogger("whet")
 
@@ -78,22 +78,39 @@ class VarlenRow:
         Args: q: [1 H T D]. k, v: [1 KV T D]. scale, window: see Layout.attend. unsupported: softcap and sinks, as None.
         Returns: [1 H T D].
         """
-        assert varlen_attn is not None and all(x is None for x in unsupported.values())
+        assert all(x is None for x in unsupported.values())
         queries, keys, values = (x[0].transpose(0, 1) for x in (q, k, v))  # [T heads D]
         if self.keys is not None:
             keys, values = (_Gather.apply(x, self.keys) for x in (keys, values))
-        out: Any = varlen_attn(
-            queries,
-            keys,
-            values,
-            self.query_ends,
-            self.key_ends,
-            *self.longest,
-            scale=scale,
-            window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        return out.transpose(0, 1)[None]
+        ends = self.query_ends, self.key_ends
+        return attend_sequences(queries, keys, values, ends, self.longest, scale=scale, window=window)
+
+
+def attend_sequences(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    *,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Computes causal attention of sequences that lie end to end; the last query of each is at its last key.
+
+    Args:
+        q: [T H D].
+        k, v: [S KV D].
+        ends: int32, of the queries and of the keys of each sequence, after a 0.
+        longest: the most queries and keys of a sequence.
+        scale, window: see Layout.attend.
+    Returns: [1 H T D].
+    """
+    assert varlen_attn is not None
+    back = -1 if window is None else window - 1
+    grouped = q.shape[1] != k.shape[1]
+    out: Any = varlen_attn(q, k, v, *ends, *longest, scale=scale, window_size=(back, 0), enable_gqa=grouped)
+    return out.transpose(0, 1)[None]
 
 
 class _Gather(torch.autograd.Function):

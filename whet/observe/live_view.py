@@ -19,7 +19,8 @@ __all__ = ["LiveView", "NotebookView", "View", "make_progress"]
 
 View = Literal["auto", "rich", "notebook", "lines"]
 CELLS = (
-    ("KL", ("kl", "sampling/kl_to_inference")),
+    ("KL", ("kl",)),
+    ("KL sampler", ("sampling/kl_to_inference",)),
     ("entropy", ("entropy/token_mean", "entropy")),
     ("grad norm", ("grad_norm",)),
     ("length", ("completions/mean_length",)),

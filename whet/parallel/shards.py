@@ -27,7 +27,7 @@ from whet.errors import CheckpointError, format_exception
 from whet.parallel.ranks import ProcessRanks, Ranks
 from whet.storage.checkpoint import file_sum
 
-__all__ = ["SHARDS", "ShardReader", "make_stager", "write_shards"]
+__all__ = ["SHARDS", "ShardReader", "Stager", "write_shards"]
 
 SHARDS = "shards"
 """The folder of the shards in a checkpoint."""
@@ -87,14 +87,23 @@ class ShardReader:
         return HuggingFaceStorageReader(str(self.folder))
 
 
-def make_stager() -> DefaultStager:
-    """Copies tensors to the host, into the same memory each time: `stager.stage(tensors)`."""
-    cuda = torch.cuda.is_available()
-    return DefaultStager(
-        StagingOptions(
+class Stager:
+    """Copies tensors to the host, into the same memory each time; torch 2.11 takes new memory."""
+
+    def __init__(self) -> None:
+        cuda = torch.cuda.is_available()
+        self._options = StagingOptions(
             use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
         )
-    )
+        self._stager = DefaultStager(self._options)
+
+    def stage(self, tensors: dict[str, Any]) -> Any:
+        """Returns the copies."""
+        try:
+            return self._stager.stage(tensors)
+        except KeyError:  # torch 2.11 closes its stager after the first copy
+            self._stager = DefaultStager(self._options)
+            return self._stager.stage(tensors)
 
 
 def _group(ranks: Ranks) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def page_text(title: str, *, live: bool = False) -> str:
     import html
 
     text = (_PAGE / "index.html").read_text(encoding="utf-8")
-    for name in ("page.css", "page.js", "completions.js"):
+    for name in ("page.css", "page.js", "charts.js", "completions.js"):
         text = text.replace(f"/*{name}*/", (_PAGE / name).read_text(encoding="utf-8"))
     text = text.replace("whet.start(false)", f"whet.start({'true' if live else 'false'})")
     return text.replace("<title></title>", f"<title>{html.escape(title)} · whet</title>")

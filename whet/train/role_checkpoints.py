@@ -197,7 +197,7 @@ class Checkpoints:
         self, root: Path, step: int, state: Mapping[str, Any], *, tokenizer: Any, keep: int | None
     ) -> Path | None:
         """As `save`; every rank writes its shards, at once or in a thread."""
-        from whet.parallel.shards import SHARDS, make_stager, write_shards  # imported where shards are written
+        from whet.parallel.shards import SHARDS, Stager, write_shards  # imported where shards are written
 
         self.wait()
         tensors: dict[str, Tensor] = {}
@@ -246,7 +246,7 @@ class Checkpoints:
             tidy()
             return self.of_step(step)
         if self._thread_ranks is None:
-            self._thread_ranks, self._stager = self.ranks.in_thread(), make_stager()
+            self._thread_ranks, self._stager = self.ranks.in_thread(), Stager()
         threads, staged = self._thread_ranks, self._stager.stage(tensors)
         threads.step, threads.phase = step, lambda: "asynchronous save"
         self._background = _BackgroundSave(step, lambda: save(threads, staged), tidy)

@@ -1,7 +1,7 @@
 import pytest
 
 from whet.cli import main
-from whet.cli.doctor import doctor_text, largest_models
+from whet.cli.doctor import _sizes, _sizes_of, doctor_text, largest_models
 from whet.train.memory_plan import GB
 
 
@@ -13,6 +13,10 @@ def test_the_doctor_says_what_runs_on_a_machine_without_a_gpu(capsys, monkeypatc
     assert "TFLOP/s" in lines["matrix product"] and lines["rollout engine"] == "embedded, on the processor"
     assert lines["rollout_engine=auto"] == "embedded, since the policy is not on a GPU"
     assert {"driver", "torch", "bfloat16", "C++ compiler", "vllm", "sglang"} <= set(lines)
+
+
+def test_sizes_of_alike_layers_are_those_of_the_whole_model():
+    assert _sizes("0.6B", ())[1] == _sizes_of("0.6B", (), 28)[1]
 
 
 @pytest.mark.full

@@ -82,7 +82,7 @@ def test_what_was_set_or_has_an_effect_stays():
     assert found["rollout"]["vllm"] == {"max_num_seqs": 8}  # without effect, but set
     assert found["algo"]["kl_loss_mode"] == "low_var_kl" and found["algo"]["use_rollout_logps"] is False
     engine = minimal_config(RunConfig(rollout_engine="vllm"))["rollout"]
-    assert "hbm_utilization" in engine["vllm"] and "sglang" not in engine
+    assert "logprobs_mode" in engine["vllm"] and "sglang" not in engine
     own = minimal_config(GRPOConfig(policy_loss_fn="mine.py:loss"))
     assert own["sapo_temperature_pos"] == 1.0  # a function of the user's own may read it
     assert minimal_config(CheckpointingOptions(save_interval_steps=5)) == {"save_interval_steps": 5, "max_to_keep": 3}

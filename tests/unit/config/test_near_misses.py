@@ -3,6 +3,7 @@
 import pytest
 
 from whet import cli, config
+from whet.cli.registry import load_command_config
 from whet.errors import ConfigError
 
 FILES = {
@@ -19,7 +20,7 @@ BLANK = "a colon that ends a key has a blank behind it"
 
 def told(*words, command="grpo"):
     with pytest.raises(ConfigError) as error:
-        cli._config(command, list(words))
+        load_command_config(command, list(words))
     return str(error.value)
 
 
@@ -39,21 +40,21 @@ def test_a_file(file, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / file).write_text(FILES[file])
     with pytest.raises(ConfigError, match=said):
-        cli._config("grpo", ["--config", file])
+        load_command_config("grpo", ["--config", file])
 
 
 @pytest.mark.parametrize("command", ["grpo", "sft", "eval", "generate", "chat"])
 def test_a_word_that_ends_in_yaml_is_a_file_of_settings(command, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("model: m\n")
-    assert cli._config(command, [str(file)]) == cli._config(command, ["--config", str(file)])
-    assert cli._config(command, [str(file), "model=n"]) == cli._config(command, ["model=n", str(file)])
+    assert load_command_config(command, [str(file)]) == load_command_config(command, ["--config", str(file)])
+    assert load_command_config(command, [str(file), "model=n"]) == load_command_config(command, ["model=n", str(file)])
     assert "No such file" in told("other.yaml", command=command)
 
 
 def test_a_file_is_no_value_of_the_option_before_it(tmp_path):
     assert config.load_run(["--tokenizer", "a.yaml"]).tokenizer == "a.yaml"
-    assert cli._config("eval", ["--tokenizer", "a.yaml"]).tokenizer == "a.yaml"
+    assert load_command_config("eval", ["--tokenizer", "a.yaml"]).tokenizer == "a.yaml"
 
 
 @pytest.mark.parametrize(

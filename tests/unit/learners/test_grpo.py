@@ -113,6 +113,14 @@ def test_an_engine_with_its_own_weights_gives_the_old_logprobs_of_a_single_updat
     assert torch.equal(mini.old_logprobs, mini.sampler_logprobs)
 
 
+def test_a_loss_without_a_ratio_warns_of_an_engine_with_its_own_weights(caplog):
+    learner(cluster(engine=Apart), policy_loss_fn="reinforce", sampler_is="token")
+    learner(cluster(), policy_loss_fn="reinforce")
+    assert "has no ratio" not in caplog.text
+    learner(cluster(engine=Apart), policy_loss_fn="reinforce")
+    assert "policy_loss_fn='reinforce' has no ratio that corrects for it" in caplog.text
+
+
 def stale(batch, token=0):
     """The same, one token drawn from the policy before the current one."""
     versions = batch.versions.clone()

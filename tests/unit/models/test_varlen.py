@@ -11,6 +11,9 @@ from whet.models import attention, varlen
 from whet.models.attention import SegmentLayout
 from whet.models.flex import FlexCase
 from whet.models.varlen import VarlenRow, varlen_unsupported_reason
+from whet.rollout.engine import prefill
+from whet.rollout.engine.kv_cache import KVStore
+from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan, sequence_ends
 
 CASE = FlexCase(torch.device("cuda"), torch.bfloat16, 4, 2, 8, 8, False, False)
 HOW = {"scale": 0.3, "window": None, "softcap": None, "sinks": None}
@@ -84,6 +87,28 @@ def test_auto_takes_it_where_the_kernel_can(tree, how, taken, monkeypatch):
     for choice in ("auto", "plain"):
         SegmentLayout(*tree, attention=choice).attend(0, *tensors, **{**HOW, **how})
     assert calls == ([{"scale": 0.3, "window": how.get("window")}] if taken else [])
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_prompts_of_an_engine_are_one_call_with_the_keys_of_their_stores(window, monkeypatch):
+    def run(one_call):
+        store, outs = KVStore(rows=3, length=32), []
+        span = lambda count, start, length, slot: PrefillSpan(
+            count=count, start=start, length=length, store=store, slot=slot
+        )
+        for spans in ([span(2, 0, 7, 0), span(1, 0, 12, 2)], [span(1, 7, 5, 1), span(1, 7, 2, 0), span(1, 12, 9, 2)]):
+            layout = PrefillLayout(spans, ends=sequence_ends(spans) if one_call else None)
+            tensors = [x.detach() for x in qkv(layout.position_ids.shape[1], value_size=8)]
+            outs.append(layout.attend(0, *tensors, **{**HOW, "window": window}))
+        return [*outs, *store.layer(0, *tensors[1:])]
+
+    plain, calls = run(False), []
+    monkeypatch.setattr(varlen, "varlen_attn", lambda *a, **k: (calls.append(1), standin(*a, **k))[1])
+    monkeypatch.setattr(prefill, "varlen_unsupported_reason", lambda case: None)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    for got, want in zip(run(True), plain, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+    assert len(calls) == 2
 
 
 def here(monkeypatch, kernel):

@@ -116,7 +116,12 @@ def test_every_tab_draws(page):
         page.click(f"#tab-{tab}")
         page.wait_for_selector(wanted)
         assert page.get_attribute(f"#tab-{tab}", "aria-selected") == "true"
-    assert not page.locator("tr.differs:has-text('algo.beta')").count()
+    assert page.locator("tr:not(.differs):has-text('algo.beta')").count() == 1
+    page.check("input[aria-label='differences alone']")
+    assert page.locator("td:first-child").all_inner_texts() == ["actor.lr"]
+    page.uncheck("input[aria-label='differences alone']")
+    page.fill("input[aria-label='find a setting']", "beta")
+    assert page.locator("td:first-child").all_inner_texts() == ["algo.beta"]
 
 
 def test_the_tabs_follow_the_arrow_keys(page):
@@ -382,6 +387,15 @@ def test_each_tab_fits_its_window_and_can_be_read(browser, report, scheme, width
     page.close()
 
 
+def write_answers(run, step):
+    columns = {
+        "row": [0], "generation": [0], "prompt": ["p"], "completion": [f"answer {step}"], "tokens": [[1]],
+        "logprobs": [[0.0]], "reward": [1.0], "finish_reason": ["stop"], "version": [step],
+    }  # fmt: skip
+    (run / "completions").mkdir(exist_ok=True)
+    write_completions(run / f"completions/train-{step:06d}.parquet", step=step, columns=columns, rewards={})
+
+
 def test_the_live_page_draws_new_rows(browser, tmp_path):
     (tmp_path / "run").mkdir()
     metrics = tmp_path / "run/metrics.jsonl"
@@ -392,9 +406,18 @@ def test_the_live_page_draws_new_rows(browser, tmp_path):
         page = browser.new_page()
         page.goto(f"http://127.0.0.1:{server.server_address[1]}/")
         assert page.inner_text(".tile b >> nth=0") == "2"
-        page.focus("button[aria-label='reward, large']")
         metrics.write_text(row(1) + row(2) + row(3))
         page.wait_for_selector(".tile b:text-is('3')")
+        page.click("#tab-completions")
+        assert page.inner_text("#main") == "The run folder has no completions."
+        write_answers(tmp_path / "run", 3)
+        page.wait_for_selector(".text:has-text('answer 3')")
+        assert page.is_disabled("button[aria-label='next step']")
+        write_answers(tmp_path / "run", 4)
+        page.click("button[aria-label='next step']:enabled")
+        page.wait_for_selector(".text:has-text('answer 4')")
+        page.click("#tab-overview")
+        page.focus("button[aria-label='reward, large']")
         metrics.write_text(row(1))  # resumed from its first step
         page.wait_for_selector(".tile b:text-is('1')")
         assert page.inner_text("#live") == "live"

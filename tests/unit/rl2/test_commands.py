@@ -178,7 +178,7 @@ from functools import partial
 from RL2.datasets import Sample, base_generate
 
 async def env_step(sample):
-    assert sample.sample["answer"].endswith("aeiou")
+    assert sample.sample["answer"].endswith("aeiou") and {"messages", "prompt"} <= sample.sample.keys()
     if len(sample.state_text) < 10:
         found = "<i>4</i>"
         return {"next_state": sample.state_text + sample.action_text + found, "reward": 0.25, "done": False}
@@ -201,7 +201,10 @@ async def step(state, action, extra_info):
 @pytest.mark.parametrize(("source", "rewards"), [(NEWEST, {1.25}), (SEPTEMBER, {1.5})])
 def test_an_environment_of_a_later_form_runs_unchanged(place, source, rewards, tmp_path):
     (tmp_path / "env.py").write_text(source)
-    command = [w for w in words(place) if "env_path" not in w and "max_turns" not in w]
+    rows = map(json.loads, (place / "rl.jsonl").read_text().splitlines())
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({**row, "prompt": "unread"}) for row in rows))
+    command = [w for w in words(place) if not any(name in w for name in ("env_path", "max_turns", "data.path"))]
+    command.append(f"data.path={tmp_path}/rows.jsonl")
     more = [f"rollout.env_path={tmp_path}/env.py", f"trainer.save_dir={tmp_path}/run", "trainer.n_epochs=1"]
     assert main([*command, *more]) == 0
     pandas = pytest.importorskip("pandas")

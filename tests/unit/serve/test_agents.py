@@ -21,7 +21,6 @@ from chat_templates import QWEN3
 from helpers import one_by_one, rows, same, tiny_model, weights_of
 
 from whet.config import Mode, RolloutConfig
-from whet.config.evaluate import check_eval, load_eval
 from whet.envs.agent import load_agent
 from whet.errors import ConfigError, DataError, RewardError
 from whet.learners.grpo import GRPOLearner
@@ -516,7 +515,7 @@ def test_a_sequence_longer_than_the_data_s_prompts_and_a_completion_is_trained()
 # ---- configuration ---------------------------------------------------------------------------------------------------
 
 
-def test_settings_that_contradict_an_agent_are_refused(tmp_path):
+def test_settings_that_contradict_an_agent_are_refused():
     with pytest.raises(ConfigError, match=r"agent and env_path: an agent decides itself"):
         RolloutConfig(agent="a.py:f", env_path="e.py")
     with pytest.raises(ConfigError, match=r"agent and max_turns=2"):
@@ -543,7 +542,3 @@ def test_settings_that_contradict_an_agent_are_refused(tmp_path):
 
     with pytest.raises(ConfigError, match="a reward function is named agent"):
         learner(two_turns, reward=agent)
-    (tmp_path / "run.yaml").write_text(
-        "actor: {model: m}\ndata: {path: d.jsonl, eval_path: e.jsonl}\nrollout: {agent: 'a.py:f'}\n"
-    )
-    check_eval(load_eval(["--config", str(tmp_path / "run.yaml")]))  # whet eval plays agents, which bring a reward

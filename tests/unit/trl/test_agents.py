@@ -337,6 +337,7 @@ def test_rollout_func_makes_the_completions_and_its_columns_reach_the_rewards(tm
     assert given[0] == (["AB", "AC", "AD"], [0.0, 1.0, 2.0], ["x"] * 3, [1, 1, 1])
     assert masks[0] == [True, False, True] * 3
     assert made.state.log_history[0]["completions/mean_length"] == 2.0
+    assert not [name for name in made.state.log_history[0] if name.startswith("sampling/")]  # as in TRL without vLLM
 
 
 def test_the_off_policy_mask_goes_by_the_logprobs_of_rollout_func(tmp_path):
@@ -347,17 +348,21 @@ def test_the_off_policy_mask_goes_by_the_logprobs_of_rollout_func(tmp_path):
     model = copy.deepcopy(made.model)
     answers = rolled(["x"] * 3, None)["completion_ids"]
     prompt = list(rows(1)[0]["prompt"].encode())
-    total = 0.0
-    for answer, advantage in zip(answers, (0.0, 0.0, 1.0), strict=True):  # the worst is masked, the middle's is 0
+    total, gaps = 0.0, []
+    # the worst is masked, and the middle's advantage is 0
+    for answer, advantage, found in zip(answers, (0.0, 0.0, 1.0), sampled, strict=True):
         logprobs = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         chosen = logprobs[torch.arange(3), torch.tensor(answer)]
         assert -8.5 < float(chosen.detach().min()) < float(chosen.detach().max()) < -1.5  # between what is sampled
+        gaps.append(sum(abs(float(chosen[i].detach()) - found[i]) for i in (0, 2)) / 2)
         total = total - advantage / (1 + 1e-4) * (chosen[0] + chosen[2])
     (total / 6).backward()  # over all 6 tokens of the model
     norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
     model.zero_grad()
     made.train()
-    assert made.state.log_history[0]["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    row = made.state.log_history[0]
+    assert row["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert row["sampling/sampling_logp_difference/mean"] == pytest.approx((gaps[0] + gaps[2]) / 2, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -553,7 +553,7 @@ def test_a_generate_on_the_instance_is_used_and_its_old_logprobs_are_the_trainer
     row = made.state.log_history[0]
     assert row["completions/clipped_ratio"] == pytest.approx(1 / 3)
     assert row["completions/mean_terminated_length"] == 2.5
-    assert row["sampling/sampling_logp_difference/max"] < 1e-5
+    assert "sampling/sampling_logp_difference/max" not in row  # nothing was recorded
 
 
 @pytest.mark.parametrize("truncated", ["some", "all"])

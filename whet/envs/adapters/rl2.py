@@ -39,12 +39,14 @@ def step_environment(function: Callable[..., Any]) -> type:
 
     class Steps:
         _wrapped = staticmethod(function)
+        takes_row = True
 
-        async def reset(self, prompt: Any, **row: Any) -> str | None:
-            """Begins an episode."""
-            self.total, self.done, self.row = 0.0, False, row
+        async def reset(self, prompt: Any, columns: Mapping[str, Any]) -> str | None:
+            """Begins an episode. Args: columns: of the row, but for that of the prompt."""
+            self.total, self.done = 0.0, False
+            self.row = {"prompt" if isinstance(prompt, str) else "messages": prompt, **columns}
             self.state = prompt if isinstance(prompt, str) else "".join(str(m["content"]) for m in prompt)
-            self.extra_info: Any = dict(row)
+            self.extra_info: Any = dict(columns)
             if (reset := function.__globals__.get("reset")) is None or function.__name__ != "step":
                 return None
             text, self.extra_info = await _result(reset(self.extra_info))

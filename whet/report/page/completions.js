@@ -127,7 +127,7 @@ async function stepOf(key) {
 const FILTERS = ["low", "high", "short", "long", "end", "text"];
 
 function completionsTab() {
-  const part = el("section"), files = whet.runs.flatMap((run, i) => run.completions.map(f => ({ ...f, run, i })));
+  const part = el("section"), listed = () => whet.runs.flatMap((run, i) => run.completions.map(f => ({ ...f, run, i }))), files = listed();
   if (!files.length) return el("p", { class: "dim", text: "The run folder has no completions." });
   let at = files.findIndex(f => f.key === whet.view.file);
   if (at < 0) at = files.findLastIndex(f => f.mode === "train" && f.i === files[0].i); // of the run in front
@@ -148,12 +148,16 @@ function completionsTab() {
   };
   const filter = name => value => { whet.view[name] = value; redraw(); };
   const label = f => `${whet.runs.length > 1 ? f.run.name + " · " : ""}${f.mode} step ${f.step} (${f.n})`;
-  const pick = selected(files.map(f => [f.key, label(f)]), file.key, key => go("completions", key), "step");
-  const move = (step, text, name) => {
-    const same = files.map((f, i) => [f, i]).filter(([f]) => f.mode === file.mode && f.i === file.i).map(([, i]) => i);
-    const next = same[same.indexOf(at) + step];
-    return el("button", { text, "aria-label": name, disabled: next === undefined, onclick: () => go("completions", files[next].key) });
+  const steps = el("span", { class: "steps" });
+  whet.drawSteps = () => { // again when a run that goes on has more of them
+    const all = listed(), same = all.filter(f => f.mode === file.mode && f.i === file.i).map(f => f.key);
+    const move = (step, text, name) => {
+      const next = same[same.indexOf(file.key) + step];
+      return el("button", { text, "aria-label": name, disabled: next === undefined, onclick: () => go("completions", next) });
+    };
+    steps.replaceChildren(move(-1, "←", "previous step"), selected(all.map(f => [f.key, label(f)]), file.key, key => go("completions", key), "step"), move(1, "→", "next step"));
   };
+  whet.drawSteps();
   const field = (name, attributes) => { const input = el("input", { ...attributes, value: whet.view[name] }); input.oninput = () => filter(name)(input.value); return input; };
   const between = (title, from, to, least, greatest) => el("label", {}, `${title} `, field(from, { type: "number", step: "any", placeholder: "from", "aria-label": least }), " ", field(to, { type: "number", step: "any", placeholder: "to", "aria-label": greatest }));
   const clear = el("button", { text: "clear", title: "clear all filters", onclick: () => { for (const name of FILTERS) whet.view[name] = ""; whet.draw(); } });
@@ -161,7 +165,7 @@ function completionsTab() {
   const colours = [["logprob", "probability"], ["ratio", "ratio trainer / sampler"], ["entropy", "entropy"], ["advantage", "advantage"], ["none", "nothing"]];
   let legend = legendOf(whet.view.colour);
   part.append(el("div", { class: "bar" },
-    move(-1, "←", "previous step"), pick, move(1, "→", "next step"),
+    steps,
     el("label", {}, "sort ", selected(sorts, whet.view.sort, filter("sort"), "order")),
     el("label", {}, "colour by ", selected(colours, whet.view.colour, colour => { filter("colour")(colour); legend.replaceWith(legend = legendOf(colour)); }, "colour")), legend,
     between("reward", "low", "high", "least reward", "greatest reward"),

@@ -27,7 +27,7 @@ from whet.errors import format_exception
 from whet.util.device import on_device
 from whet.util.experimental import warn_experimental
 
-__all__ = ["FixedTensors", "StepGraphs", "padded_rows"]
+__all__ = ["FixedTensors", "StepGraphs", "padded_prompts", "padded_rows"]
 
 log = logging.getLogger("whet")
 
@@ -49,6 +49,15 @@ def padded_rows(count: int, max_rows: int) -> int:
     (4, 32, 20)
     """
     return min(max_rows, 1 << (count - 1).bit_length() if count <= 16 else -(-count // 16) * 16)
+
+
+def padded_prompts(count: int) -> int:
+    """Returns the prompts of a table for `count` of them: a power of two.
+
+    >>> padded_prompts(1), padded_prompts(5)
+    (1, 8)
+    """
+    return 1 << (count - 1).bit_length()
 
 
 class FixedTensors:

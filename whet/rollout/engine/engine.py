@@ -98,9 +98,9 @@ class EmbeddedEngine:
         self._runner = Runner(
             self._model.loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, fast=fast, native=native
         )
-        if self._runner.device.type == "cuda" and kv_cache_tokens is None and self.backends["backbone"] == "fused":
-            self._runner.fix_shapes()  # padding rows hold KV too, which a bounded cache does not count
         self._scheduler = Scheduler(max_batch=max_batch, kv_cache_tokens=kv_cache_tokens)
+        if self._runner.device.type == "cuda" and self.backends["backbone"] == "fused":
+            self._fix_shapes()
         self._plans: list[SamplingPlan] = []
         self._plan_of: dict[Sampling, int] = {}
         self._in_flight: set[int] = set()
@@ -128,6 +128,11 @@ class EmbeddedEngine:
             native=config.native_kernels,
             grammars=grammars,
         )
+
+    def _fix_shapes(self) -> None:
+        """Gives plain decode steps fixed shapes from now on; the account of memory counts their padding."""
+        self._runner.fix_shapes()
+        self._scheduler.pads = True
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -237,7 +242,11 @@ class EmbeddedEngine:
         )
         if self._admitted and scheduler.kv_cache_tokens is not None:
             longest = max(longest, *(flight.remaining for flight, _ in self._admitted))
-            self._runner.shrink(len(self._rows), longest, self._slots_in_use())
+            slots, rows = self._slots_in_use(), len(self._rows)
+            if scheduler.pads:  # to the sizes that will be needed: buffers that move cost graphs
+                new = {p.key: p.bucket for _, p in self._admitted if p.key not in self._prefixes}
+                slots, rows = scheduler.store_rows(slots + Counter(new.values()), rows + len(self._admitted))
+            self._runner.shrink(rows, longest, slots)
         for _, prefix in self._admitted:
             prefix.ref_count += 1
         return self._admitted
@@ -360,7 +369,7 @@ class EmbeddedEngine:
 
     # ---- memory --------------------------------------------------------------------------------------------------
 
-    def _slots_in_use(self) -> dict[int, int]:
+    def _slots_in_use(self) -> Counter[int]:
         """Returns rows in use of the prompts' stores, by bucket."""
         return Counter(p.bucket for p in self._prefixes.values())
 
@@ -374,8 +383,9 @@ class EmbeddedEngine:
         store = self._runner.completion_store  # the rows that have left would take places too when the others grow
         unused = store.rows * max(0, longest - store.length)
         if self._runner.kv_tokens + unused + self._conversations.tokens + tokens > bound:
-            self._runner.shrink(len(self._rows), longest, self._slots_in_use())
-        return bound - sum(p.bucket for p in self._prefixes.values()) - len(self._rows) * longest
+            slots, rows = self._scheduler.store_rows(self._slots_in_use(), len(self._rows))
+            self._runner.shrink(rows, longest, slots)
+        return bound - self._scheduler.places(self._slots_in_use(), len(self._rows), longest)
 
     def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
         """Takes a new policy version. Requests in flight continue under it, with their KV recomputed.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whet.models.attention import Layout
 from whet.ops.masked import to_fp32
-from whet.rollout.engine.cuda_graph import FixedTensors
+from whet.rollout.engine.cuda_graph import FixedTensors, padded_prompts
 from whet.rollout.engine.kv_cache import KVStore
 from whet.util.transfer import to_device
 
@@ -140,6 +140,8 @@ class DecodeLayout(Layout):
         self._place = np.zeros((0, 3), np.int64)
         self._head_tables: dict[tuple[int, int], tuple[list[Tensor], Tensor]] = {}
         self._range = torch.arange(0, device=device)
+        self._most_rows: dict[int, int] = {}
+        """By bucket: the most rows of one of its prompts so far, in steps of fixed shape."""
         self.fixed: FixedTensors | None = None
         """Set for steps of fixed shape: tables are padded to powers of two and keep their addresses."""
         self.clear_step()
@@ -177,9 +179,10 @@ class DecodeLayout(Layout):
             slot = slots[readers]
             counts = np.bincount(slot)
             rank = np.arange(len(readers)) - (counts.cumsum() - counts)[slot]
-            m, max_rows = (
-                x if self.fixed is None else 1 << (x - 1).bit_length() for x in (len(counts), int(counts.max()))
-            )
+            m, max_rows = len(counts), int(counts.max())
+            if self.fixed is not None:  # fewer rows of a prompt than before are no reason for other graphs
+                self._most_rows[int(bucket)] = max(self._most_rows.get(int(bucket), 1), padded_prompts(max_rows))
+                m, max_rows = padded_prompts(m), self._most_rows[int(bucket)]
             rows_of, plens = np.zeros((m, max_rows), np.int64), np.ones(m, np.int64)
             rows_of[slot, rank] = readers
             plens[slot] = lengths[readers]

@@ -1,7 +1,8 @@
 """PrefillLayout: attention of packed prompts, which writes and reads the KV stores.
 
-On a CPU and without a mask this is torch's operator. With caps or sinks the scores are held in memory: on a GPU block
-by block, since a prompt of 8,192 tokens has gigabytes of them.
+On a GPU in half precision torch's varlen_attn runs all prompts in one call (models/varlen.py). Otherwise it is torch's
+operator where no mask is needed. With caps or sinks the scores are held in memory: on a GPU block by block, since a
+prompt of 8,192 tokens has gigabytes of them.
 Dim legend: B rows, H query heads, K KV heads, T queries, S keys, D head size.
 """
 
@@ -14,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whet.models.attention import Layout
+from whet.models.flex import FlexCase
 from whet.models.sdpa import masked_attention
+from whet.models.varlen import attend_sequences, varlen_unsupported_reason
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.layouts import mask_bias, partial_attention
 
-__all__ = ["PrefillLayout", "PrefillSpan"]
+__all__ = ["PrefillLayout", "PrefillSpan", "sequence_ends"]
 
 MAX_BLOCK_SCORES = 1 << 24
 """The most scores of a block."""
@@ -41,14 +44,28 @@ class PrefillSpan:
         return torch.arange(self.start, self.start + self.length).repeat(self.count)
 
 
+def sequence_ends(spans: list[PrefillSpan]) -> tuple[Tensor, Tensor]:
+    """Returns where the queries, and the keys, of each prompt end in a row of them, after a 0: int32, on the host."""
+    lengths = [s.length for s in spans for _ in range(s.count)]
+    keys = [s.start + s.length for s in spans for _ in range(s.count)]
+    queries, keys = (torch.tensor([0, *x]).cumsum(0).to(torch.int32) for x in (lengths, keys))
+    return queries, keys
+
+
 class PrefillLayout(Layout):
     """Packed prompts, or chunks of them: causal attention, whose keys and values are written to the stores.
 
     Args: spans: in the order of the row. position_ids: Long [1 T], their `positions` on the device; None = on the host.
+        ends: their sequence_ends on the device; None = never take varlen_attn.
     """
 
-    def __init__(self, spans: list[PrefillSpan], position_ids: Tensor | None = None) -> None:
-        self.spans = spans
+    def __init__(
+        self,
+        spans: list[PrefillSpan],
+        position_ids: Tensor | None = None,
+        ends: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self.spans, self._ends = spans, ends
         self.position_ids = torch.cat([s.positions for s in spans])[None] if position_ids is None else position_ids
         self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
 
@@ -65,7 +82,8 @@ class PrefillLayout(Layout):
         sinks: Tensor | None,
     ) -> Tensor:
         """Writes k and v, and attends: [1, H, T, D] -> [1, H, T, D]."""
-        outs, begin = [], 0
+        pieces: list[tuple[Tensor, Tensor, Tensor]] = []
+        begin = 0
         for span in self.spans:
             count, length, end = span.count, span.length, span.start + span.length
             columns = slice(begin, begin + count * length)
@@ -76,10 +94,32 @@ class PrefillLayout(Layout):
             values[rows, :, span.start : end] = vr
             if span.start:
                 kr, vr = keys[rows, :, :end], values[rows, :, :end]
-            o = self._causal(qr, kr, vr, span, scale=scale, window=window, softcap=softcap, sinks=sinks)
-            outs.append(o.transpose(0, 1).flatten(1, 2))  # [H, count * length, D]
+            pieces.append((qr, kr, vr))
             begin = columns.stop
+        if self._ends is not None and self._runs_varlen(q, k, v, scale, softcap, sinks):
+            if any(span.start for span in self.spans):
+                tokens_first = lambda x: x.transpose(1, 2).flatten(0, 1)  # [count * keys, K, D]
+                keys = torch.cat([tokens_first(x) for _, x, _ in pieces])
+                values = torch.cat([tokens_first(x) for _, _, x in pieces])
+            else:
+                keys, values = k[0].transpose(0, 1), v[0].transpose(0, 1)  # [T K D]
+            longest = max(s.length for s in self.spans), max(s.start + s.length for s in self.spans)
+            return attend_sequences(q[0].transpose(0, 1), keys, values, self._ends, longest, scale=scale, window=window)
+        outs = []
+        for span, piece in zip(self.spans, pieces, strict=True):
+            o = self._causal(
+                piece[0], piece[1], piece[2], span, scale=scale, window=window, softcap=softcap, sinks=sinks
+            )
+            outs.append(o.transpose(0, 1).flatten(1, 2))  # [H, count * length, D]
         return (outs[0] if len(outs) == 1 else torch.cat(outs, 1)).unsqueeze(0)
+
+    def _runs_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> bool:
+        """Returns whether varlen_attn runs this call."""
+        if not q.is_cuda or softcap is not None or sinks is not None:
+            return False
+        return varlen_unsupported_reason(FlexCase.from_call(q, k, v, scale=scale, softcap=None, sinks=None)) is None
 
     def _causal(
         self,

@@ -23,7 +23,7 @@ from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.layouts import DecodeLayout
 from whet.rollout.engine.model_forward import make_forward
 from whet.rollout.engine.native_step import NativeLayout
-from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
+from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan, sequence_ends
 from whet.rollout.engine.prefix_cache import CachedSequence
 from whet.rollout.engine.sampling import sample_rows, seen_tokens
 from whet.rollout.engine.scheduler import Prefix
@@ -181,9 +181,10 @@ class Runner:
         ids = np.concatenate([p.tokens[start:end] for p, start, end in chunk]).astype(np.int64)
         self.forward.ensure_positions(max(end for _, _, end in chunk))
         ends = torch.tensor([end - start for _, start, end in chunk]).cumsum(0) - 1
-        host = [torch.from_numpy(ids), torch.cat([span.positions for span in spans]), ends]
-        tokens, positions, ends = to_device(host, self.device)
-        hidden = self.forward.features(tokens.unsqueeze(0), PrefillLayout(spans, positions.unsqueeze(0)))
+        host = [torch.from_numpy(ids), torch.cat([span.positions for span in spans]), ends, *sequence_ends(spans)]
+        tokens, positions, ends, *sequences = to_device(host, self.device)
+        layout = PrefillLayout(spans, positions.unsqueeze(0), (sequences[0], sequences[1]))
+        hidden = self.forward.features(tokens.unsqueeze(0), layout)
         last_hidden = hidden.index_select(0, ends)
         for (p, _, end), h in zip(chunk, last_hidden, strict=True):
             p.last_hidden, p.num_computed_tokens = h, end

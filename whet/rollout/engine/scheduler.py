@@ -9,8 +9,8 @@ turns of conversations are kept in the remaining memory, and are dropped first.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from whet.errors import EngineError
 from whet.rollout.base import Request
+from whet.rollout.engine.cuda_graph import padded_prompts, padded_rows
 from whet.rollout.engine.kv_cache import padded_length
 from whet.rollout.engine.prefix_cache import CachedSequence, PrefixCache, common_prefix_length
 from whet.rollout.in_flight import InFlightRequest
@@ -84,6 +85,8 @@ class Scheduler:
     def __init__(self, *, max_batch: int, kv_cache_tokens: int | None) -> None:
         self.max_batch = max_batch
         self.kv_cache_tokens = kv_cache_tokens
+        self.pads = False
+        """Whether steps have fixed shapes, whose padding takes places too."""
         self.queue: deque[InFlightRequest] = deque()
 
     def check(self, request: Request) -> None:
@@ -97,6 +100,25 @@ class Scheduler:
                 f"tokens = {row + new}, the cache holds {self.kv_cache_tokens}; raise rollout.kv_cache_tokens, or "
                 "shorten the prompt or max_tokens"
             )
+
+    def store_rows(self, prompts: Mapping[int, int], rows: int) -> tuple[dict[int, int], int]:
+        """Returns the rows of the prompts' stores by bucket, and of the completions' store, padding included.
+
+        Args: prompts: how many there are in each bucket. rows: of the batch.
+
+        >>> scheduler = Scheduler(max_batch=64, kv_cache_tokens=None)
+        >>> scheduler.pads = True
+        >>> scheduler.store_rows({32: 3}, 17)
+        ({32: 4}, 32)
+        """
+        if not self.pads:
+            return dict(prompts), rows
+        return {b: padded_prompts(n) for b, n in prompts.items()}, padded_rows(rows, self.max_batch) if rows else 0
+
+    def places(self, prompts: Mapping[int, int], rows: int, longest: int) -> int:
+        """Counts the places of prompts and completions. Args: see store_rows. longest: tokens of a completion."""
+        stores, rows = self.store_rows(prompts, rows)
+        return sum(bucket * n for bucket, n in stores.items()) + rows * longest
 
     def add(self, flights: Sequence[InFlightRequest]) -> None:
         """Queues requests behind those that wait. Groups stay together; those expected to grow longest come first."""
@@ -148,7 +170,7 @@ class Scheduler:
         free = self.max_batch - num_live
         if not self.queue or free < min(min_free, len(self.queue)):
             return []
-        places = sum(p.bucket for p in prefixes.values())
+        prompts = Counter(p.bucket for p in prefixes.values())
         prefixes_by_key, admitted = dict(prefixes), []
         group_prompts: dict[bytes, Prefix] = {}
         for p in prefixes_by_key.values():
@@ -161,8 +183,8 @@ class Scheduler:
                 tokens=context, bucket=self._row_length(flight), group_prompt_length=group_prompt_length
             )
             row_length = max(longest, flight.remaining)
-            prompt_places = places + (0 if prefix.key in prefixes_by_key else prefix.bucket)
-            total = prompt_places + (num_live + len(admitted) + 1) * row_length
+            held = prompts if prefix.key in prefixes_by_key else prompts + Counter([prefix.bucket])
+            total = self.places(held, num_live + len(admitted) + 1, row_length)
             if not self._fits(total, flight, admitted, conversations) and (num_live or admitted):
                 break  # a request on its own is always admitted: it was checked when it came
             if prefix.key not in prefixes_by_key:
@@ -173,7 +195,7 @@ class Scheduler:
                     prefix.num_computed_tokens = min(
                         common_prefix_length(prefix.source.tokens, context), len(context) - 1
                     )
-            places, longest = prompt_places, row_length
+            prompts, longest = held, row_length
             admitted.append((self.queue.popleft(), prefix))
         return admitted
 

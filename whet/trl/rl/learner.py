@@ -154,15 +154,23 @@ class TRLLearner(GRPOLearner):
 
         Only the off-policy mask reads rollout_func's logprobs: it measures the distance of the sampler's policy.
         """
-        has_rollout_func = self.agents.rollout_func is not None
-        if not has_rollout_func and self._custom_generate_model() is None:
+        if self._uses_engine():
             return super().score(step)
         batch = step.batch
         rescored = batch.replace(sampler_logprobs=self.cluster.actor.logprobs(batch).logprobs)
         step = super().score(step.replace(batch=rescored))
-        if has_rollout_func and self.objective.has(off_policy_mask):
+        if self.records_sampler:
             step = step.replace(batch=step.batch.replace(sampler_logprobs=batch.sampler_logprobs))
         return step
+
+    @property
+    def records_sampler(self) -> bool:
+        """Whether batch.sampler_logprobs are of the policy that sampled; the trainer's may stand in for them."""
+        reads_own = self.agents.rollout_func is not None and self.objective.has(off_policy_mask)
+        return super().records_sampler if self._uses_engine() else reads_own
+
+    def _uses_engine(self) -> bool:
+        return self.agents.rollout_func is None and self._custom_generate_model() is None
 
     # ---- updates -------------------------------------------------------------------------------------------------
 
