@@ -8,6 +8,7 @@ import pytest
 
 from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, RunConfig, SFTRunConfig, load_run, load_supervised
 from whet.data.sources import load_rows
+from whet.envs.sandbox import missing_protection
 from whet.util.package_files import recipe_path
 from whet.util.references import resolve_module
 
@@ -51,6 +52,18 @@ def test_the_rows_of_the_smollm2_recipes_are_pairs_and_tagged_answers_that_evalu
     assert not {row["prompt"] for row in heldout} & {row["prompt"] for row in (*pairs, *tagged)}
     assert (len(pairs), len(heldout), len(tagged)) == (2000, 128, 192)
     assert re.fullmatch(r"<answer>-?\d+</answer>", tagged[0]["response"])
+
+
+@pytest.mark.skipif(missing_protection() is not None, reason="no sandbox here")
+def test_the_right_operation_repairs_a_function_and_a_wrong_one_is_told_its_result():
+    module = resolve_module(f"{RECIPES[0].parent}/repair_env.py", "environment")
+    row = next(row for row in module.test_rows() if row["name"] == "mul")
+    (prompt,), first, second = row.pop("messages"), *row["variables"].split(",")
+    repair = module.Repair()
+    repair.reset(prompt["content"], **row)
+    assert repair.step({"content": f"{first}+{second}"}) == "mul(7,3)=10" and repair.get_reward() == 0.0
+    assert repair.step({"content": "1/0"}) == "mul(7,3)=error" and not repair.done
+    assert repair.step({"content": f"{first}*{second}"}) == "" and repair.get_reward() == 1.0
 
 
 def test_halving_wins_every_guessing_game_and_the_starting_conversations_are_games():

@@ -212,9 +212,7 @@ class _AgentHandler(ApiHandler):
 
     def _check_allowed(self) -> None:
         """Raises ApiError for a request without the key of an episode that runs."""
-        self._inbox = self.server.inbox(self._brought_key())
-        if self._session_name is not None:
-            raise ApiError(400, "a training run has no named sessions: the API key names the episode; leave them out")
+        self._inbox = self.server.inbox(self._brought_key())  # the key names the episode, whatever session is named
 
     def _trajectories(self, path: str, body: bytes) -> None:
         raise ApiError(404, f"no route {path}: the run itself reads the trajectories")

@@ -5,6 +5,7 @@ import threading
 import time
 from importlib import util
 
+import agent_runs
 import numpy as np
 import pytest
 from helpers import cluster, tiny_model
@@ -13,9 +14,12 @@ from whet.config import DataConfig, GRPOConfig, Mode
 from whet.data.tokenizer import byte_tokenizer
 from whet.envs import EnvironmentClass
 from whet.envs.adapters.gymnasium import Gymnasium
+from whet.envs.adapters.harbor import HarborTask, harbor_rows
 from whet.envs.adapters.openenv import OpenEnv
 from whet.envs.adapters.textarena import TextArena
-from whet.errors import ConfigError
+from whet.envs.adapters.verifiers import VerifiersAgent
+from whet.envs.sandbox_server import missing_protection
+from whet.errors import ConfigError, DataError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.step import Step
 
@@ -212,3 +216,103 @@ def test_an_adapter_is_an_environment_and_names_its_extra(kind, package, monkeyp
         monkeypatch.setitem(__import__("sys").modules, "openenv.core", None)
     with pytest.raises(ConfigError, match=rf"need the package; pip install .*\[{package}\]"):
         kind()
+
+
+GUESSES = """
+import verifiers.v1 as vf
+
+
+class Data(vf.TaskData):
+    letter: str
+
+
+class Task(vf.Task[Data, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def turns(self, trace):
+        return float(trace.num_turns)
+
+
+class Tasks(vf.Taskset[Task, vf.TasksetConfig]):
+    def load(self):
+        for letter in "ab":
+            yield Task(Data(prompt="Guess.", letter=letter, system_prompt="Say a letter."))
+
+
+class GameConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+
+class Game(vf.Env[GameConfig]):
+    async def run(self, task, agents):
+        if task.data.letter == "b":
+            raise KeyError("b")
+        async with agents.player.interaction(task) as interaction:
+            segment = await interaction.turn()
+            for _ in range(2):
+                segment = await interaction.turn(f"No, not {len(segment.last_reply)} characters.")
+
+
+__all__ = ["Tasks", "Game"]
+"""
+
+
+@needs("verifiers")
+def test_an_environment_of_verifiers_with_turns_is_played_by_a_model(tmp_path, monkeypatch):
+    (tmp_path / "guess_taskset.py").write_text(GUESSES)
+    monkeypatch.syspath_prepend(tmp_path)
+    play = VerifiersAgent({"taskset": {"id": "guess-taskset"}})
+    made = agent_runs.learner(play, algo={"num_generations": 2}, on_reward_error="none")
+    encode = made.encoder(Mode.TRAIN)
+    prompts = [encode(row, i) for i, row in enumerate(play.rows())]
+    step = made.reward(made.sample(Step(index=1, prompts=prompts)))
+    made.close()
+    first, second = step.groups
+    assert first.rewards["agent"].tolist() == [3.0, 3.0] and np.isnan(second.rewards.get("agent", [np.nan])).all()
+    for c in first.completions:
+        assert c.info["turns"] == 3 and [m["role"] for m in c.messages] == ["assistant", "user"] * 2 + ["assistant"]
+    assert all("KeyError" in c.info["error"] for c in second.completions)
+    with pytest.raises(ConfigError, match="verifiers refuses the configuration"):
+        VerifiersAgent({"taskset": {"id": "no-taskset"}})
+
+
+@pytest.fixture
+def harbor(tmp_path):
+    """A folder with a task of Harbor's: a function to repair."""
+    task = tmp_path / "add"
+    for folder in ("environment", "tests"):
+        (task / folder).mkdir(parents=True)
+    (task / "instruction.md").write_text("Repair add in calc.py.")
+    (task / "task.toml").write_text('version = "1.0"\n[verifier]\ntimeout_sec = 20.0\n')
+    (task / "environment" / "Dockerfile").write_text("FROM python:3.12-slim\nWORKDIR /app\nCOPY calc.py .\n")
+    (task / "environment" / "calc.py").write_text("def add(a, b):\n    return a - b\n")
+    (task / "tests" / "test_calc.py").write_text("from calc import add\n\ndef test_sum():\n    assert add(2, 3) == 5\n")
+    return tmp_path
+
+
+@pytest.mark.skipif(missing_protection() is not None, reason="no sandbox here")
+def test_a_task_folder_of_harbor_is_judged_by_its_tests(harbor):
+    (row,) = harbor_rows(harbor)
+    assert row["prompt"] == "Repair add in calc.py."
+    task = HarborTask()
+    task.reset(**row)
+    assert task.list_files() == "calc.py" and "a - b" in task.read_file("calc.py") and task.get_reward() == 0.0
+    task.write_file("calc.py", "def add(a, b):\n    return a + b\n")
+    assert task.run_python("from calc import add; print(add(2, 3))") == "5\n" and task.get_reward() == 1.0
+    task.write_file("calc.py", 'print("{}")\nraise SystemExit(0)')
+    assert task.get_reward() == 0.0
+    for path in ("../x", "/tmp/x", "calc.py/x", ""):
+        with pytest.raises(ValueError, match="folder"):
+            task.write_file(path, "")
+    names = [tool["function"]["name"] for tool in EnvironmentClass(HarborTask).tools.schemas]
+    assert names == ["list_files", "read_file", "run_python", "write_file"]
+
+
+def test_a_task_of_harbor_that_needs_a_container_is_refused(harbor):
+    (harbor / "add" / "environment" / "Dockerfile").write_text("FROM python\nRUN apt-get install -y gcc\n")
+    with pytest.raises(ConfigError, match="runs 'apt-get install -y gcc', and there is no container"):
+        harbor_rows(harbor)
+    (harbor / "add" / "tests" / "test_calc.py").rename(harbor / "add" / "tests" / "test.sh")
+    with pytest.raises(ConfigError, match=r"has no tests/test_\*.py"):
+        harbor_rows(harbor)
+    with pytest.raises(DataError, match="has no task folder"):
+        harbor_rows(harbor / "add")

@@ -11,6 +11,8 @@
 gymnasium.py    environments of gymnasium whose observations are texts
 textarena.py    games of TextArena
 openenv.py      clients of OpenEnv's servers
+harbor.py       task folders of Harbor, whose tests run in the sandbox
+verifiers.py    environments of verifiers: an agent (rollout.agent), since verifiers runs the episode
 rl2.py          RL2's functions step and env_step; rollout.env_path=env.py:step makes the class
 
 Each imports its package when an episode begins. An adapter is a class to derive from: its attributes say which
