@@ -20,7 +20,6 @@ _ADAPTER = {
 }
 _OPTIM = {
     "actor.schedule": "learning-rate schedule: constant, linear, cosine, ...",
-    "actor.warmup_steps": "steps in which the learning rate rises from 0",
 }
 _DATA = {
     "data": "rows: json, jsonl, csv or parquet file, folder or hub name",
@@ -43,6 +42,7 @@ _LENGTHS = {
 _SAMPLING = {
     **_LENGTHS,
     "rollout.temperature": "sampling temperature; 1.0: the policy's own distribution",
+    "rollout_engine": "vllm, sglang, hf; auto: vllm where it can (whet docs engines)",
     "rollout.env_path": "env.py:Class, and rollout.max_turns=4 (whet docs environments)",
     "rollout.agent": "agent.py:agent: an agent as the episode (whet docs agents)",
 }
@@ -119,7 +119,6 @@ COMMON_KEYS: Mapping[str, Sequence[Group]] = {
                 **_MODEL[1],
                 "reward_model.lr": "learning rate; default: 1e-4",
                 "reward_model.schedule": _OPTIM["actor.schedule"],
-                "reward_model.warmup_steps": _OPTIM["actor.warmup_steps"],
                 "reward_model.lora.rank": _ADAPTER["actor.lora.rank"],
             },
         ),
