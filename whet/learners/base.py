@@ -39,7 +39,7 @@ from whet.envs.agent import AGENT_REWARD
 from whet.envs.environment import ENVIRONMENT_REWARD
 from whet.envs.failures import EpisodeFailures
 from whet.errors import ConfigError
-from whet.learners.episodes import load_environment, make_agent_episodes, make_episode_runner
+from whet.learners.episodes import load_environments, make_agent_episodes, make_episode_runner
 from whet.learners.from_config import reward_functions
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
@@ -105,7 +105,7 @@ class RLLearner:
                 raise ConfigError(f"data.{name} is for `whet grpo`; from Python give train() the rows themselves")
         self.settings = settings
         self.observers = list(observers)
-        self.environment = load_environment(cluster)
+        self.environments = load_environments(cluster)
         self._agents: dict[Mode, AgentEpisodes] = {}
         self._episode_runners: dict[Mode, EpisodeRunner | None] = {}
         rollout = cluster.rollout_for()
@@ -118,8 +118,9 @@ class RLLearner:
         """Of the environments and agents of the run."""
         self.encoders: dict[Mode, PromptEncoder] = {}
         """Each mode's encoder, made at its first use. A caller that has encoded rows already may put its own here."""
-        if not reward_fns and self.environment is not None and Role.REWARD not in cluster.workers:
-            reward_fns = self.environment.reward_fn
+        environment = self.environments[Mode.TRAIN]
+        if not reward_fns and environment is not None and Role.REWARD not in cluster.workers:
+            reward_fns = environment.reward_fn
         self.set_reward_fns(reward_fns)
 
     def set_reward_fns(self, reward_fns: Any) -> None:
@@ -161,7 +162,7 @@ class RLLearner:
         """The name of the reward that the episodes bring: the agent's, or that of an environment's class."""
         if self.cluster.rollout_for().agent is not None:
             return AGENT_REWARD
-        environment = None if self.environment is None else self.environment.environment
+        environment = None if (script := self.environments[Mode.TRAIN]) is None else script.environment
         return ENVIRONMENT_REWARD if environment is not None and environment.has_reward else None
 
     def train(self, train_ds: Any, eval_ds: Any = None) -> Run:
@@ -266,7 +267,7 @@ class RLLearner:
     def encoder(self, mode: Mode) -> PromptEncoder:
         """Returns the encoder of a mode: it turns rows into prompts, and an environment's messages into tokens."""
         if mode not in self.encoders:
-            tools = None if self.environment is None else self.environment.tools
+            tools = None if (script := self.environments[mode]) is None else script.tools
             self.encoders[mode] = self.cluster.encoder(mode, data=self.data, tools=tools)
         return self.encoders[mode]
 

@@ -16,16 +16,16 @@ from whet.rollout.policy_rollouts import EpisodeRunner
 if TYPE_CHECKING:
     from whet.serve.agent_episodes import AgentEpisodes
 
-__all__ = ["load_environment", "longest_sequence", "make_agent_episodes", "make_episode_runner"]
+__all__ = ["load_environments", "longest_sequence", "make_agent_episodes", "make_episode_runner"]
 
 
-def load_environment(cluster: RLCluster) -> Script | None:
-    """Loads the environment of training; checks that of evaluation, and the agents.
+def load_environments(cluster: RLCluster) -> dict[Mode, Script | None]:
+    """Loads the environments of training and of evaluation; checks the agents.
 
-    Returns: the environment of training; None = there is none.
+    Returns: the environment of each mode; None = there is none.
     Raises: ConfigError: a file can't be loaded, or has no function that answers; an agent can't be called.
     """
-    scripts = {}
+    scripts: dict[Mode, Script | None] = {}
     for mode in (Mode.TRAIN, Mode.EVAL):
         config = cluster.rollout_for(mode)
         if config.agent is not None:
@@ -34,7 +34,7 @@ def load_environment(cluster: RLCluster) -> Script | None:
         if script is not None and script.environment is not None:
             script.environment.check_lifetime(config.episode_timeout_s)
         scripts[mode] = script
-    return scripts[Mode.TRAIN]
+    return scripts
 
 
 def make_episode_runner(

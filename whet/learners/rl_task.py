@@ -202,8 +202,9 @@ class RLTask(Task):
             yield "the reward manager", manager
         if isinstance(manager, RewardManager):
             yield from ((f"reward function {name}", fn) for name, fn in manager.fns.items())
-        if learner.environment is not None and learner.environment.code is not None:
-            yield "the environment", learner.environment.code
+        script = learner.environments[Mode.TRAIN]
+        if script is not None and script.code is not None:
+            yield "the environment", script.code
         if (agent := learner.cluster.rollout_for().agent) is not None:
             yield "the agent", load_agent(agent)
         yield from ((f"metric function {n}", fn) for n, fn in enumerate(learner.metric_fns))

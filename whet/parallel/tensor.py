@@ -219,21 +219,25 @@ def take_targets(micro: MicroBatch, group: dist.ProcessGroup) -> MicroBatch:
 
 
 class _Inputs:
-    """What layers divided by rows read. Several read the same tensor: the sum of its gradients is summed once."""
+    """What layers divided by rows read. Several read the same tensor: its gradient is summed once."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._last: tuple[Tensor, Tensor] | None = None
+        self._read: dict[int, tuple[Tensor, Tensor]] = {}
 
     def read(self, x: Tensor) -> Tensor:
         """Returns the same tensor, whose gradient is summed over the processes."""
-        if self._last is None or self._last[0] is not x:
-            self._last = x, _ForBackward.apply(x, lambda grad: _summed(grad, self._group))
-        return self._last[1]
+        if id(x) not in self._read:
+            self._read[id(x)] = x, _ForBackward.apply(x, self._sum)
+        return self._read[id(x)][1]
+
+    def _sum(self, grad: Tensor) -> Tensor:
+        self.forget()  # a checkpointed layer runs again in the backward pass, and then not to its end
+        return _summed(grad, self._group)
 
     def forget(self) -> None:
-        """Called after the decoder layer, so that nothing is kept longer than autograd keeps it."""
-        self._last = None
+        """Drops what was read: called after the decoder layer, so nothing is kept longer than autograd keeps it."""
+        self._read.clear()
 
 
 def _column_forward(layer: nn.Linear, inputs: _Inputs) -> Callable[[Tensor], Tensor]:

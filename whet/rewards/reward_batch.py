@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from whet.errors import DataError
 from whet.metrics import Mean, Metric, Sum, merge
+from whet.ops import group_spread
 from whet.rewards.call import RewardInputs
 from whet.types import Group
 
@@ -88,8 +90,8 @@ class RewardBatch:
 
     @property
     def have_spread(self) -> np.ndarray:
-        """Bool [groups]: whether two totals of a group differ. NaN differs from nothing."""
-        return np.array([len(np.unique(part[~np.isnan(part)])) > 1 for part in self.totals_by_group], bool)
+        """Bool [groups]: whether two totals of a group differ by more than rounding. NaN differs from nothing."""
+        return group_spread(torch.from_numpy(self.total), torch.from_numpy(self.group_of)).numpy()
 
     def with_total(self, total: np.ndarray) -> RewardBatch:
         """Returns a copy with another total, for a `batch` stage that shapes rewards. Args: total: [J]."""

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from environment_runs import TOOLS
 from helpers import cluster, one_by_one, rows, same, tiny_model, weights_of
 from tokenizers import processors
 
@@ -453,3 +454,18 @@ def test_from_python_interact_may_be_a_function():
     answer = lambda messages: [{"role": "tool", "content": "!"}] if len(messages) < 4 else []
     step, _ = batch_of(learner(answer, reward=lambda completions, **_: [float(len(c)) for c in completions]))
     assert step.rewards.total.tolist() == [3.0] * 6  # the model, the world, and the model again
+
+
+def test_evaluation_has_the_tools_of_its_own_environment(tmp_path):
+    for name in ("train", "eval"):
+        doc = '"""A tool.\n\n        Args:\n            x: a number.\n        """'
+        method = f"    def {name}_tool(self, x: int) -> int:\n        {doc}\n        return x\n"
+        (tmp_path / f"{name}.py").write_text(f"class World:\n{method}")
+    made = learner(
+        f"{tmp_path}/train.py:World",
+        template=TOOLS,
+        reward=lambda completions, **_: [0.0] * len(completions),
+        rollout={"eval": {"env_path": f"{tmp_path}/eval.py:World"}},
+    )
+    names = {mode: [t["function"]["name"] for t in made.encoder(mode).template.options["tools"]] for mode in (Mode.TRAIN, Mode.EVAL)}
+    assert names == {Mode.TRAIN: ["train_tool"], Mode.EVAL: ["eval_tool"]}

@@ -1,5 +1,7 @@
 """What FSDP sends and holds, on one of several processes whose others only seem to be there (torch's fake backend)."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,10 +11,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from whet.config import OptimConfig, load_run
+from whet.config.lora import LoraConfig
+from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.load import load_model
+from whet.models.lora import add_adapter
 from whet.parallel.fsdp import FSDPPlacement
 from whet.parallel.mesh import make_mesh
 from whet.parallel.ranks import Ranks
+from whet.parallel.tensor import _Inputs
 from whet.train.memory_plan import measure_model, plan_memory
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import ModelWorker
@@ -114,6 +120,23 @@ def test_tensor_parallelism_sums_twice_a_layer_forward_and_twice_backward(proces
     micro = worker.micro_batches(batch, None)[0]
     part, size = worker.placement.split_tokens(micro), len(micro.targets)
     assert len(part.hidden_index) == len(part.targets) == -(-size // 2) and part.input_ids is micro.input_ids
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_projections_of_an_adapter_share_the_sum_of_what_they_read(processes, mode):
+    """Forward the results of o and down, and of their A; backward what q, k, v read, gate and up, and five B."""
+    model = tiny_model(num_hidden_layers=LAYERS, num_attention_heads=4)
+    add_adapter(model, LoraConfig(r=2))
+    placement = FSDPPlacement(make_mesh("cpu", SIZE, 1, 1, 2), FakeRanks())
+    loaded = load_model(model)
+    checkpoint_activations(loaded.module, mode)
+    worker = ModelWorker(loaded, optim=OptimConfig(lr=0.1), placement=placement, max_tokens=60)
+    batch = weighted(worker, *((5 + i % 3, (20 + i,)) for i in range(9)))
+    passes = len(worker.placement.split_passes(worker.micro_batches(batch, None)))
+    sent = counts(lambda: worker.forward_backward(batch, loss))["allreduce"]
+    once = passes * (LAYERS * 11 + 1)  # the frozen embedding, which layer 0 reads, needs no gradient
+    assert sent == once if mode == "none" else sent > once  # a layer that runs again adds its results again
+    assert not any(x._read for x in gc.get_objects() if isinstance(x, _Inputs))
 
 
 def test_gradients_may_be_reduced_in_each_pass(processes):

@@ -278,3 +278,10 @@ def test_the_table_is_made_once_of_functions_and_of_what_groups_came_with():
         dataclasses.replace(out, table={"env": np.zeros(3)})
     with pytest.raises(DataError, match=r"the total has shape \[3\] for 4 trajectories"):
         out.with_total(np.zeros(3))
+
+
+def test_totals_that_differ_by_rounding_have_no_spread():
+    """0.1 + 0.2 and 0.3 + 0.0: no advantage comes of them, so dynamic sampling leaves the group out."""
+    both = [fixed([0.1, 0.3], "a"), fixed([0.2, 0.0], "b")]
+    rewards = RewardManager(both)([group()], [["x", "y"]])
+    assert rewards.total[0] != rewards.total[1] and rewards.have_spread.tolist() == [False]
