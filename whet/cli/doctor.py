@@ -24,7 +24,7 @@ __all__ = ["doctor_text", "largest_models"]
 _QWEN3 = {"8B": (36, 4096, 12288, 32), "4B": (36, 2560, 9728, 32), "1.7B": (28, 2048, 6144, 16),
           "0.6B": (28, 1024, 3072, 16)}  # fmt: skip
 """Name -> layers, width, width of the gate, heads."""
-_ENGINES = {"vllm": "vLLM's own environment: whet docs engines", "sglang": "SGLang's own environment"}
+_ENGINES = {name: f"install the extra {name} (whet docs engines)" for name in ("vllm", "sglang")}
 
 
 def doctor_text(memory: float | None = None) -> str:
@@ -35,14 +35,14 @@ def doctor_text(memory: float | None = None) -> str:
     kernels = build.load_library("decode")
     compiler = kernels.compiler if isinstance(kernels, build.Library) else f"none ({kernels}); install g++ or clang++"
     lines = {
-        "device": ", ".join(facts["devices"]) or f"no GPU; the processor: {facts['cpu']['model']}",
+        "device": ", ".join(facts["devices"]) or f"no GPU; CPU: {facts['cpu']['model']}",
         "driver": _driver() or "no NVIDIA driver found (nvidia-smi does not run)",
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}",
         "bfloat16": _bfloat16(cuda),
         "C++ compiler": compiler,
-        "C++ kernels": "run on the processor" if isinstance(kernels, build.Library) else "off",
+        "C++ kernels": "run on the CPU" if isinstance(kernels, build.Library) else "off",
         "Triton": "installed" if find_spec("triton") else "not installed; flex attention needs it on a GPU",
-        "rollout engine": f"embedded, {'on the GPU' if cuda else 'on the processor'}",
+        "rollout engine": f"embedded, {'on the GPU' if cuda else 'on the CPU'}",
         "rollout_engine=auto": f"embedded, since {reason}" if reason else "vllm",
         **{
             name: "installed" if find_spec(name) else f"not installed; optional: {how}"
@@ -117,7 +117,7 @@ def _driver() -> str | None:
 def _bfloat16(cuda: bool) -> str:
     if cuda:
         return "in hardware" if torch.cuda.is_bf16_supported(including_emulation=False) else "not in hardware; float32"
-    return "no GPU; actor.dtype=auto decides by the processor"
+    return "no GPU; actor.dtype=auto decides by the CPU"
 
 
 def _product(device: str) -> str:

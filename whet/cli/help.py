@@ -20,7 +20,6 @@ _ADAPTER = {
 }
 _OPTIM = {
     "actor.schedule": "learning-rate schedule: constant, linear, cosine, ...",
-    "actor.warmup_steps": "steps in which the learning rate rises from 0",
 }
 _DATA = {
     "data": "rows: json, jsonl, csv or parquet file, folder or hub name",
@@ -43,7 +42,8 @@ _LENGTHS = {
 _SAMPLING = {
     **_LENGTHS,
     "rollout.temperature": "sampling temperature; 1.0: the policy's own distribution",
-    "rollout.env_path": "env.py: tools and several turns (whet docs environments)",
+    "rollout_engine": "vllm, sglang, hf; auto: vllm where it can (whet docs engines)",
+    "rollout.env_path": "env.py:Class, and rollout.max_turns=4 (whet docs environments)",
     "rollout.agent": "agent.py:agent: an agent as the episode (whet docs agents)",
 }
 _RUN = {
@@ -51,8 +51,8 @@ _RUN = {
     "trainer.max_steps": "number of steps; default: as many as the data have",
     "trainer.eval_every_n_steps": "steps between evaluations; 0: only before and after training",
     "trainer.keep_best": "metric, e.g. accuracy: keep the best evaluation's checkpoint",
-    "trainer.loggers": "tensorboard, wandb, trackio",
-    "trainer.resume": "latest: continue the run in run_dir",
+    "trainer.loggers": "[tensorboard], wandb, trackio, mlflow or swanlab",
+    "trainer.resume": "latest: continue the run in run_dir; or a checkpoint",
     "trainer.seed": "random seed of the sampling and of the order of the data",
 }
 _RL_RUN: Group = (
@@ -119,7 +119,6 @@ COMMON_KEYS: Mapping[str, Sequence[Group]] = {
                 **_MODEL[1],
                 "reward_model.lr": "learning rate; default: 1e-4",
                 "reward_model.schedule": _OPTIM["actor.schedule"],
-                "reward_model.warmup_steps": _OPTIM["actor.warmup_steps"],
                 "reward_model.lora.rank": _ADAPTER["actor.lora.rank"],
             },
         ),
@@ -300,7 +299,7 @@ COMMON_KEYS: Mapping[str, Sequence[Group]] = {
                 "model": "only its config is read",
                 "memory_gb=24": "memory of the GPU; default: plans for 24, 40 and 80",
                 "num_processes=8": "processes of torchrun, each with a GPU; default: 1",
-                "actor.lora.r": "plan an adapter of this rank",
+                "actor.lora.rank": "plan an adapter of this rank",
                 "rollout.max_prompt_length": "default: 512 tokens",
                 "rollout.max_tokens_to_generate": "default: 512 tokens",
                 "trainer.max_tokens_per_microbatch": "default: the most that fits",

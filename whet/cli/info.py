@@ -66,7 +66,7 @@ def _schema(command: str = "grpo") -> str:
 
 
 def _config_commands() -> list[str]:
-    """Returns the commands that take keys."""
+    """Returns the commands with a configuration of their own; data, demo and plan take the keys of others."""
     return [name for name in COMMANDS if name not in (*INFO_COMMANDS, "data", "demo", "plan")]
 
 

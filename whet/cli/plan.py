@@ -67,7 +67,8 @@ def plan_text(
     num_processes: int = 1,
 ) -> str:
     """Returns a plan as a table: a row for each part, in GB, and the settings to add."""
-    what = f"trains {sizes.trained / 1e6:,.1f} M of {sizes.parameters / 1e6:,.0f} M parameters"
+    total = f"{sizes.parameters / 1e6:,.{1 if sizes.parameters < 1e7 else 0}f}"
+    what = f"trains {sizes.trained / 1e6:,.1f} M of {total} M parameters"
     kind = "reward model" if isinstance(config, RMRunConfig) else config.COMMAND.upper()
     dtype = "bfloat16" if sizes.dtype_bytes == 2 else "float32"
     lengths = f"  rows of {longest_row(config):,} tokens"

@@ -40,7 +40,7 @@ COMMANDS = {
     "schema": "print the JSON schema of a YAML file, for editors: whet schema grpo",
     "completion": "print a shell completion script: whet completion bash, zsh or fish",
     "doctor": "check this machine: device, driver, engines, free memory, the largest model that fits",
-    "env": "print the versions and the hardware, for a bug report; whet env check plays an environment",
+    "env": "print versions and hardware, for a bug report; whet env check tests an environment",
     "version": "print the version",
 }
 """Command -> what it does."""
@@ -65,7 +65,7 @@ INFO_COMMANDS = {
     "schema": "[COMMAND]",
     "completion": "bash|zsh|fish",
     "doctor": "",
-    "env": "[check key=value ...]",
+    "env": "[check [rows=3] [gold=COLUMN] rollout.env_path=FILE key=value ...]",
     "version": "",
 }
 """Command that only prints information -> its arguments."""

@@ -168,7 +168,7 @@ class SupervisedDataConfig(SourceConfig):
     """If the chat template changes the text of a row, e.g. removes thinking or blanks at the end: "error" = refuse it,
     "accept" = use the changed text."""
     max_length: Count | None = None
-    """Most tokens of a sequence, prompt and template included. None = no limit."""
+    """Maximum number of tokens of a sequence, prompt and template included. None = no limit."""
     on_long: Literal["error", "truncate", "truncate_left", "drop"] = "error"
     """A row over max_length: "error" = refuse it, "truncate" = cut its end, "truncate_left" = cut its beginning, "drop"
     = leave it out. A cut row without a trained token is left out. The number of cut and dropped rows is logged."""

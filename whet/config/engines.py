@@ -33,9 +33,9 @@ class VLLMOptions:
     additional_config: Tree | None = None
     """vLLM's additional_config."""
     max_num_batched_tokens: Count | None = None
-    """Most tokens of one step."""
+    """Maximum number of tokens of one step of vLLM's scheduler."""
     max_num_seqs: Size | None = None
-    """Most completions that are decoded at the same time; None = max_batch_size."""
+    """Maximum number of completions that are decoded at the same time; None = max_batch_size."""
     kwargs: Tree = field(default_factory=dict)
     """More arguments of vLLM's LLM; they override whet's."""
     sampling_kwargs: Tree = field(default_factory=dict)
@@ -53,7 +53,7 @@ class SGLangOptions:
     model_version: Text = ""
     """Folder or hub name of the model configuration; "" = the actor's. The weights always come from the actor."""
     context_length: Count | None = None
-    """Most tokens of prompt and completion together."""
+    """Maximum number of tokens of prompt and completion together."""
     mem_fraction_static: Float = 0.2
     """Share of the device's memory for the engine."""
     disable_radix_cache: Bool = True
@@ -61,11 +61,11 @@ class SGLangOptions:
     enable_deterministic_sampling: Bool = False
     """Sample with the request's seed, so that a run can be repeated."""
     chunked_prefill_size: Int | None = -1
-    """Most tokens prefilled at a time; -1 = all."""
+    """Maximum number of tokens prefilled at a time; -1 = all."""
     page_size: Count = 128
     """Tokens of a KV cache page."""
     max_running_requests: Size | None = None
-    """Most completions that are decoded at the same time; None = max_batch_size."""
+    """Maximum number of completions that are decoded at the same time; None = max_batch_size."""
     log_level: Name | None = "info"
     """Level of SGLang's log."""
     kwargs: Tree = field(default_factory=dict)

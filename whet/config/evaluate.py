@@ -292,7 +292,9 @@ def check_eval(config: EvalRunConfig) -> None:
     missing += missing_inputs(config.model, config.data.path, "<folder, run folder or hub name>")
     plays = config.sampling.has_environment_class or config.sampling.agent is not None
     if not config.reward_names and not plays:
-        missing.append("no reward; write reward=file.py:function, or the name of one of whet's own")
+        missing.append(
+            "no reward; write reward=file.py:function, or one of whet's own, such as last_number (whet docs rewards)"
+        )
     if config.reward_model is not None and config.reward_model.model is None:
         missing.append("reward_model has no model; write reward_model.model=<hub name or folder>")
     if missing:

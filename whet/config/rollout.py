@@ -179,7 +179,7 @@ class RolloutConfig:
     """A prompt over max_prompt_length: "error" = refuse it, "truncate_left" = keep its last tokens, "drop" = leave the
     row out and log the number."""
     max_batch_size: Size = 256
-    """Most completions that are decoded at the same time."""
+    """Maximum number of completions that are decoded at the same time (vLLM: max_num_seqs)."""
     kv_cache_tokens: Count | None = None
     """Size of the KV cache in tokens of all completions; None = enough for max_batch_size of the longest."""
     native_kernels: Bool = True
@@ -222,11 +222,12 @@ class RolloutConfig:
     the same random draws, at most max_retries times, and masked then; "refill" = its group is replaced by that of a
     further prompt (needs trainer.max_steps). Evaluations mask, or retry."""
     max_retries: Number = 2
-    """Most times that an episode is run again."""
+    """Maximum number of times that an episode is run again."""
     max_failed_share: Float = 0.25
     """A run ends if more than this share of a step's episodes failed by their infrastructure; 1.0 = never."""
     max_turns: Count = 1
-    """Most turns of the model in an episode. The environment answers between two turns; 1 = it never answers."""
+    """Maximum number of turns of the model in an episode. The environment answers between two turns; 1 = it never
+    answers."""
     max_episode_tokens: Count | None = None
     """With max_turns above 1: the most tokens after the prompt, those of tools included. An episode also ends at the
     model's context length, and in training at trainer.max_tokens_per_microbatch. None = max_turns times

@@ -166,7 +166,9 @@ def check_complete(config: RunConfig, unread: Collection[str] = ()) -> None:
         or (config.teacher is not None and not isinstance(config, PPORunConfig))
     )
     if not learns and readable("reward", "rollout", "teacher"):
-        missing.append("no reward; write reward=file.py:function, or the name of one of whet's own")
+        missing.append(
+            "no reward; write reward=file.py:function, or one of whet's own, such as last_number (whet docs rewards)"
+        )
     if config.teacher is not None and config.teacher.model is None and readable("teacher"):
         missing.append("teacher has no model; write teacher.model=<hub name or folder>")
     if config.reward_model is not None and config.reward_model.model is None and readable("reward_model"):

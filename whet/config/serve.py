@@ -62,10 +62,10 @@ def check_serve(config: ServeConfig) -> None:
 
     >>> check_serve(ServeConfig())
     Traceback (most recent call last):
-    whet.errors.ConfigError: no model; write whet serve MODEL, a folder, run folder or hub name
+    whet.errors.ConfigError: no model; write whet serve MODEL, where MODEL is a folder, a run folder or a hub name
     """
     if config.model is None:
-        raise ConfigError("no model; write whet serve MODEL, a folder, run folder or hub name")
+        raise ConfigError("no model; write whet serve MODEL, where MODEL is a folder, a run folder or a hub name")
     if not 0 <= config.port < 65536:
         raise ConfigError(f"port={config.port}: expected 0 to 65535")
     if config.generation_kwargs:

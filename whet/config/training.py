@@ -138,10 +138,10 @@ class TrainingConfig:
     these as a table below the cell; "lines" = a line at most every 30 seconds; "auto" = rich if stderr is a terminal,
     notebook in a Jupyter kernel, else lines."""
     max_tokens_per_microbatch: Count | None = None
-    """Most tokens of one forward and backward pass, prompts and completions together. None = 16384 on a GPU; on a CPU
-    about 1536, and up to 2048 to keep groups whole; more if the longest sequence of the rollout is longer."""
+    """Maximum number of tokens of one forward and backward pass, prompts and completions together. None = 16384 on a
+    GPU; on a CPU about 1536, and up to 2048 to keep groups whole; more if the rollout's longest sequence is longer."""
     max_segments_per_packed_row: Size | None = None
-    """Most sequences of one micro-batch; None = as many as the token budget allows."""
+    """Maximum number of sequences of one micro-batch; None = as many as the token budget allows."""
 
     num_epochs: Count | None = None
     """Epochs (passes over the data); None = one, or as many as max_steps needs."""
@@ -317,11 +317,11 @@ class RLTrainingConfig(TrainingConfig):
     mini_batch_size: Size | None = None
     """Prompts of one update; None = all of the step."""
     train_micro_batch_size: Size | None = None
-    """Most prompts of one forward and backward pass, within the token budget; None = only the token budget."""
+    """Maximum number of prompts of one pass, within the token budget; None = only the token budget."""
     rollout_micro_batch_size: Size | None = None
     """Prompts rolled out at a time; None = all of the step."""
     compute_logps_micro_batch_size: Size | None = None
-    """Most prompts of one scoring pass; None = only the token budget."""
+    """Maximum number of prompts of one scoring pass; None = only the token budget."""
     on_reward_error: Literal["raise", "none"] = "raise"
     """If a reward function fails: "raise" = end the run; "none" = warn, and count it as not applicable for that
     batch."""
@@ -336,8 +336,8 @@ class RLTrainingConfig(TrainingConfig):
     show_samples: Number = 0
     """Steps between two displays of a prompt with its best and its worst completion; 0 = never."""
     token_stats_every_n_steps: Number = 10
-    """Store each token's advantage, logprob and entropy under the trained model with the completions every so many
-    steps; 0 = never. They come from the update and cost no pass."""
+    """Steps between two that store each token's advantage, logprob and entropy under the trained model with the
+    completions; 0 = never. They come from the update and cost no pass."""
     token_stats_max_mb: Float = 1000.0
     """Stop storing them when the run folder's completions/ has reached this size in megabytes."""
     last_batch: Literal["drop", "keep"] = "drop"

@@ -77,7 +77,10 @@ def hold_out(rows: Any, fraction: float, seed: int) -> tuple[Any, list[Any]]:
     if not 0 < fraction < 1:
         raise ConfigError(f"data.eval_fraction={fraction} must be between 0 and 1")
     if not has_random_access(rows):
-        raise ConfigError("rows without a length can't be held out; give evaluation data of their own")
+        raise ConfigError(
+            "data.eval_fraction can't hold out rows of a stream, whose number is not known; set data.eval_path, or "
+            "data.streaming=false"
+        )
     if isinstance(rows, MixedRows):
         pairs = [hold_out(part, fraction, seed) for part in rows.parts]
         return rows.with_parts([train for train, _ in pairs]), [row for _, held_out in pairs for row in held_out]

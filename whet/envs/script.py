@@ -156,7 +156,8 @@ def _check_interact(script: Script) -> None:
     fn = script.interact
     if not callable(fn):
         raise ConfigError(
-            f"environment {script.name!r} has no interact(messages), which rollout.max_turns above 1 calls; write it"
+            f"environment {script.name!r} has no interact(messages), which rollout.max_turns above 1 calls; write it, "
+            "or set rollout.max_turns=1"
         )
     if inspect.isasyncgenfunction(fn) or inspect.isgeneratorfunction(fn):
         raise ConfigError(

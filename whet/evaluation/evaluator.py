@@ -375,7 +375,7 @@ class _Work:
         if (name := self.config.data.source_column) is not None:
             if name not in columns:
                 raise DataError(
-                    f"source_column={name!r} is not among the columns {sorted(columns)}{nearest(name, columns)}"
+                    f"data.source_column={name!r} is not among the columns {sorted(columns)}{nearest(name, columns)}"
                 )
             return name
         name = next((name for name in SOURCES if name in columns), None)

@@ -275,7 +275,7 @@ class RLLearner:
 
         Where several processes train, each rewards a part of the groups.
         Reads: groups, mode. Writes: rewards.
-        Raises: RewardError: a function failed, or too many episodes did by their infrastructure.
+        Raises: RewardError: a function failed, or the infrastructure of too many episodes did.
         """
         if step.mode is Mode.TRAIN:
             self.failures.check_share(step.groups)

@@ -91,7 +91,7 @@ class Episode:
         self.rewind()
 
     def rewind(self) -> None:
-        """Begins the attempt again."""
+        """Takes the attempt back to its start: no draws and no rewards yet."""
         self._draws = 0
         self.rewards.clear()
 

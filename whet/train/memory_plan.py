@@ -511,7 +511,7 @@ def ways_to_fit(config: PlannedRun, part: Part | None = None, num_processes: int
     """
     ways, name, role = [], config.TRAINED, _trained_role(config)
     if part is not None and part.name.startswith("KV"):
-        ways.append("a smaller rollout.kv_cache_tokens, shorter rollout.max_tokens_to_generate")
+        ways.append("a smaller rollout.kv_cache_tokens or rollout.max_tokens_to_generate")
     if part is not None and part.name.startswith("activations"):
         ways.append(f"{name}.gradient_checkpointing=full, a smaller trainer.max_tokens_per_microbatch")
     if role.lora is None:

@@ -94,7 +94,8 @@ def out_of_memory_note(
         what = f"one sequence alone does not fit, at a budget of {last}: set" if is_repeatable else "set a smaller"
         less = "" if is_repeatable else " trainer.max_tokens_per_microbatch or"
         return (
-            f"Scoring ran out of memory with {configured} tokens in a micro-batch; {what}{less} shorter sequences, "
+            f"Scoring ran out of memory with {configured} tokens in a micro-batch; {what}{less} a smaller "
+            "rollout.max_tokens_to_generate or data.max_length, "
             f"actor.lora.rank=16 or actor.optim.name=adamw8bit, and {resume}"
         )
     if not is_repeatable:
@@ -106,6 +107,7 @@ def out_of_memory_note(
     return (
         f"The update ran out of memory with {configured} tokens in a micro-batch, and one sequence (or unit) alone "
         f"does not fit, at a budget of {last}: no smaller trainer.max_tokens_per_microbatch helps. Set "
-        "actor.gradient_checkpointing=full, actor.optim.name=adamw8bit, actor.lora.rank=16 or shorter sequences, and "
+        "actor.gradient_checkpointing=full, actor.optim.name=adamw8bit, actor.lora.rank=16 or "
+        "a smaller rollout.max_tokens_to_generate or data.max_length, and "
         f"{resume}"
     )

@@ -90,8 +90,8 @@ def _run_update(trainer: RoleTrainer, prompt: int, completion: int) -> int:
         raise ConfigError(
             f"the rehearsal before the first step ran out of memory in an update of the {trainer.role.value}, with one "
             f"sequence of {prompt + completion} tokens in a micro-batch; set {section}.gradient_checkpointing=full, "
-            f"{section}.optim.name=adamw8bit, {section}.lora.r=16 or shorter sequences, or trainer.rehearse=false to "
-            "go without a rehearsal"
+            f"{section}.optim.name=adamw8bit, {section}.lora.rank=16, a smaller rollout.max_tokens_to_generate, or "
+            "trainer.rehearse=false to go without a rehearsal"
         ) from error
     finally:
         worker.optim.clear_gradients()
@@ -141,7 +141,7 @@ def _allocate_cache(worker: ModelWorker, tokens: int) -> None:
     if fits(tokens):
         return
     part = next((n for n in (tokens * k // 8 for k in range(7, 0, -1)) if fits(n)), None)
-    what = "set shorter rollout.max_tokens_to_generate" if part is None else f"set rollout.kv_cache_tokens={part}"
+    what = "set a smaller rollout.max_tokens_to_generate" if part is None else f"set rollout.kv_cache_tokens={part}"
     raise ConfigError(
         f"the rehearsal before the first step ran out of memory with a cache of {tokens} tokens, "
         f"{tokens * total / GB:.1f} GB; {what}, or trainer.rehearse=false to go without a rehearsal"

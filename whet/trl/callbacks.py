@@ -50,7 +50,9 @@ class _PromptCallback(TrainerCallback):
         raw = getattr(trainer, "raw_eval_dataset", None)  # eval_dataset may have token ids only
         data = trainer.eval_dataset if raw is None else raw
         if data is None:
-            raise ConfigError(f"Trainer must have an evaluation dataset to use the {type(self).__name__}; give it one")
+            raise ConfigError(
+                f"Trainer must have an evaluation dataset to use the {type(self).__name__}; pass eval_dataset"
+            )
         self.trainer, self.generation_config, self.freq = trainer, generation_config, freq
         self.prompts = [row["prompt"] for row in data][:num_prompts]
         self._last = -1

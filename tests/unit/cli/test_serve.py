@@ -67,7 +67,7 @@ def test_the_command_serves_until_it_is_ended(tmp_path, end):
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 urllib.request.urlopen(f"{url}/models", timeout=20)
             process.send_signal(end)
-            _, errors = process.communicate(timeout=20)
+            _, errors = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == 0

@@ -394,7 +394,7 @@ def test_held_out_rows_are_a_draw_from_the_seed_and_in_neither_part_twice():
         hold_out(rows(1), 0.5, seed=0)
     with pytest.raises(ConfigError, match=r"data.eval_fraction=1\.5 must"):
         hold_out(rows(4), 1.5, seed=0)
-    with pytest.raises(ConfigError, match="without a length"):
+    with pytest.raises(ConfigError, match="hold out rows of a stream"):
         hold_out(Stream(4), 0.5, seed=0)
 
 

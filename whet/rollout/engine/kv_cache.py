@@ -45,7 +45,7 @@ def _resized(old: Tensor, rows: int, length: int) -> Tensor:
 
 
 class KVStore:
-    """Keys and values of R rows of L places, for each layer that has written."""
+    """The KV cache of R rows of L positions: keys and values of each layer that has written."""
 
     def __init__(self, *, rows: int = 0, length: int = 0) -> None:
         self.rows = rows

@@ -203,7 +203,7 @@ def first_row(data: Any) -> Mapping[str, Any]:
     """Returns the first row of a data set, which decides its form in TRL. Raises DataError: the data set is empty."""
     for row in data:
         return row
-    raise DataError("the data set has no rows; give at least one")
+    raise DataError("train_dataset or eval_dataset has no rows; give at least one")
 
 
 def make_examples(
