@@ -14,6 +14,7 @@ import itertools
 import os
 import sys
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from whet.errors import ConfigError, InfrastructureError, RewardError, format_exception
@@ -50,9 +51,8 @@ class VerifiersAgent:
             raise ConfigError(
                 f"environments of verifiers need the package: {install_hint('verifiers')} ({format_exception(error)})"
             ) from error
-        from whet.envs.adapters import verifiers_chat
-
-        sys.modules.setdefault(CHAT.replace("-", "_"), verifiers_chat)  # verifiers imports a harness by its id
+        name = CHAT.replace("-", "_")
+        sys.modules.setdefault(name, _chat_module(name))  # verifiers imports a harness by its id
         try:
             resolved = resolve_env_config(dict(config))
             seats = [name for name, seat in agent_config_fields(resolved).items() if seat.harness is None]
@@ -102,3 +102,46 @@ class VerifiersAgent:
             message = f"the episode of verifiers ended with {error.type}: {error.message}"
             raise InfrastructureError(message) if error.type in INFRASTRUCTURE else RewardError(message)
         return float(sum(trace.reward for trace in episode.traces if trace.agent.trainable))
+
+
+def _chat_module(name: str) -> ModuleType:
+    """Returns a module with the harness whet-chat: one call of the model for each turn, in this process."""
+    import httpx
+    from verifiers.v1 import Harness, HarnessConfig, ProgramResult  # pyright: ignore
+    from verifiers.v1.dialects.chat import message_to_wire  # pyright: ignore
+
+    class WhetChat(Harness[HarnessConfig]):
+        """Asks the model for its next turn, without tools."""
+
+        APPENDS_SYSTEM_PROMPT = True
+        SUPPORTS_RESUME = True
+        EXECUTES_CODE = False
+        NEEDS_CONTAINER = False
+
+        async def launch(
+            self,
+            ctx: Any,
+            trace: Any,
+            runtime: Any,
+            endpoint: str,
+            secret: str,
+            mcp_urls: dict[str, str],
+            data: Any,
+            tool_interception_url: str | None = None,
+        ) -> ProgramResult:
+            """Calls the model once. Args: endpoint, secret: of the episode. data: the task and the conversation."""
+            system, prompt = self.resolve_prompt(data)
+            messages = [] if system is None else [{"role": "system", "content": system}]
+            if isinstance(prompt, str):
+                messages.append({"role": "user", "content": prompt})
+            else:
+                messages += [message_to_wire(message) for message in prompt or ()]
+            async with httpx.AsyncClient(timeout=None) as client:
+                headers, body = {"Authorization": f"Bearer {secret}"}, {"model": ctx.model, "messages": messages}
+                response = await client.post(f"{endpoint}/chat/completions", headers=headers, json=body)
+            failed = response.is_error
+            return ProgramResult(exit_code=int(failed), stdout="", stderr=response.text if failed else "")
+
+    module = ModuleType(name)
+    vars(module).update(__all__=["WhetChat"], WhetChat=WhetChat)
+    return module
