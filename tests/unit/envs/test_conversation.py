@@ -467,5 +467,6 @@ def test_evaluation_has_the_tools_of_its_own_environment(tmp_path):
         reward=lambda completions, **_: [0.0] * len(completions),
         rollout={"eval": {"env_path": f"{tmp_path}/eval.py:World"}},
     )
-    names = {mode: [t["function"]["name"] for t in made.encoder(mode).template.options["tools"]] for mode in (Mode.TRAIN, Mode.EVAL)}
-    assert names == {Mode.TRAIN: ["train_tool"], Mode.EVAL: ["eval_tool"]}
+    for mode in (Mode.TRAIN, Mode.EVAL):
+        (tool,) = made.encoder(mode).template.options["tools"]
+        assert tool["function"]["name"] == f"{mode.value}_tool"
