@@ -284,7 +284,8 @@ def test_an_episode_is_shorter_than_what_it_stands_on(tmp_path):
     for limit in (None, 900.0):
         with pytest.raises(ConfigError, match=r"World lives 900 s \(its lifetime_s\), and rollout\.epi"):
             learner(f"{tmp_path}/env.py:World", rollout={"episode_timeout_s": limit})
-    assert learner(f"{tmp_path}/env.py:World", rollout={"episode_timeout_s": 600.0}).environment.environment.has_step
+    made = learner(f"{tmp_path}/env.py:World", rollout={"episode_timeout_s": 600.0})
+    assert made.environments["train"].environment.has_step
 
 
 def test_tools_keep_their_schemas_with_other_limits():
