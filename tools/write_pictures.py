@@ -20,7 +20,7 @@ BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-c
 
 def main() -> None:
     """The command."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, runs in (

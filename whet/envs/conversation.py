@@ -220,7 +220,7 @@ class Conversation:
             parse = lambda tokens, context: template.parse(tokens, context, kind.tools.schemas)
         elif kind is not None and not self.encode.is_plain(prompt.source):
             tokenizer = self.encode.tokenizer
-            parse = lambda tokens, context: split_reasoning(tokenizer.decode(tokens, skip_special_tokens=True))
+            parse = lambda tokens, context: split_reasoning(str(tokenizer.decode(tokens, skip_special_tokens=True)))
         return ChatTranscript(prompt, self.encode, end_ids=self.end_ids, parse=parse)
 
     def _respond(
