@@ -8,24 +8,19 @@ Left out on purpose: its own file format, whose metadata is a pickle.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from whet.errors import CheckpointError, format_exception
 from whet.parallel.ranks import ProcessRanks, Ranks
 from whet.storage.checkpoint import file_sum
+from whet.util.shard_files import read_tensors, saved_tensors, shard_errors
 
 __all__ = ["SHARDS", "ShardReader", "Stager", "write_shards"]
 
@@ -41,7 +36,7 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> d
     Returns: file name -> SHA-256, of all ranks' files.
     Raises: CheckpointError: a rank could not write; every rank raises it.
     """
-    with _errors(folder, "written"):
+    with shard_errors(folder, "written"):
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         save(dict(tensors), storage_writer=writer, **_group(ranks))
     own = {p.name: file_sum(p) for p in folder.glob(f"shard-{ranks.rank + 1:05d}-*")}
@@ -58,13 +53,7 @@ class ShardReader:
 
     def __init__(self, folder: Path, ranks: Ranks, prefix: str = "") -> None:
         self.folder, self.ranks, self.prefix = folder, ranks, prefix
-        with _errors(folder, "read"):
-            metadata = self._reader().read_metadata().state_dict_metadata
-        self.tensors: dict[str, tuple[torch.Size, torch.dtype]] = {
-            name.removeprefix(prefix): (entry.size, entry.properties.dtype)
-            for name, entry in metadata.items()
-            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-        }
+        self.tensors = saved_tensors(folder, prefix)
         """Name -> shape and dtype of the whole tensor."""
 
     def under(self, prefix: str) -> ShardReader:
@@ -79,12 +68,7 @@ class ShardReader:
 
         Raises: CheckpointError: a file can't be read; every rank raises it.
         """
-        named = {f"{self.prefix}{name}": tensor.detach() for name, tensor in targets.items()}
-        with _errors(self.folder, "read"):
-            load(named, storage_reader=self._reader(), **_group(self.ranks))
-
-    def _reader(self) -> Any:
-        return HuggingFaceStorageReader(str(self.folder))
+        read_tensors(self.folder, targets, self.prefix, **_group(self.ranks))
 
 
 class Stager:
@@ -109,19 +93,3 @@ class Stager:
 def _group(ranks: Ranks) -> dict[str, Any]:
     """Returns the arguments of torch.distributed.checkpoint for these processes."""
     return {"process_group": ranks.group} if isinstance(ranks, ProcessRanks) else {"no_dist": True}
-
-
-@contextmanager
-def _errors(folder: Path, what: str) -> Iterator[None]:
-    """Returns a context that turns torch.distributed.checkpoint's errors, which are no Exceptions, into
-    CheckpointErrors.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*single process")  # that is what no_dist asks for
-            yield
-    except CheckpointException as error:
-        rank, (first, *_) = next(iter(error.failures.items()))
-        raise CheckpointError(f"{folder} can't be {what} by rank {rank}: {format_exception(first)}") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} can't be {what}: {format_exception(error)}") from error

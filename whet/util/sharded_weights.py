@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import warnings
 from pathlib import Path
 
-from whet.errors import ConfigError, WhetError, format_exception
+from whet.errors import ConfigError, format_exception
 from whet.util.conversion_cache import convert_once
 
 __all__ = ["assemble_shards"]
@@ -31,9 +30,9 @@ def assemble_shards(place: Path) -> str:
     name = f"checkpoints/{place.parent.name}-{place.name}-{digest.hexdigest()}"
     try:
         return convert_once(place, name, lambda folder: _write(place, folder))
-    except WhetError:
+    except ConfigError:
         raise
-    except Exception as error:  # torch.distributed.checkpoint raises errors of many classes
+    except Exception as error:
         shards = place.parent / "shards"
         raise ConfigError(
             f"can't read the weights in {shards}: {format_exception(error)}; take another checkpoint, or final/ of the "
@@ -45,28 +44,15 @@ def _write(place: Path, folder: Path) -> None:
     """Writes the weights, and copies the other files of the model, to an empty folder."""
     import torch
     from safetensors.torch import save_file
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
 
-    shards, prefix = str(place.parent / "shards"), f"{place.name}.model."
-    entries = HuggingFaceStorageReader(shards).read_metadata().state_dict_metadata
-    weights = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*single process")  # that is what no_dist asks for
-            load(dict(weights), storage_reader=HuggingFaceStorageReader(shards), no_dist=True)
-    except CheckpointException as error:  # it is no Exception
-        raise OSError(format_exception(next(iter(error.failures.values()))[0])) from error
+    from whet.util.shard_files import read_tensors, saved_tensors
+
+    shards, prefix = place.parent / "shards", f"{place.name}.model."
+    weights = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in saved_tensors(shards, prefix).items()}
+    read_tensors(shards, weights, prefix)
     is_adapter = (place / "adapter_config.json").is_file()
     name, start = ("adapter_model.safetensors", PEFT_PREFIX) if is_adapter else ("model.safetensors", "")
-    named = {f"{start}{key.removeprefix(prefix)}": tensor for key, tensor in weights.items()}
-    save_file(named, folder / name, metadata={"format": "pt"})
+    save_file({f"{start}{key}": tensor for key, tensor in weights.items()}, folder / name, metadata={"format": "pt"})
     for file in place.iterdir():
         if file.name != "state.pt":
             shutil.copy(file, folder)
