@@ -6,8 +6,8 @@ Kernels are counted with models of one and of two layers: a decode step by its o
 that runs on a GPU, with a norm and an attention as one kernel each; forward and backward passes on the meta device,
 with transformers' own layers and attention as one kernel. A decode step takes its kernels' time in a graph, and the
 time to read weights and KV. A pass of training takes what is longer, the launches or the work: products at a share of
-the peak, and what is kept for the backward pass written once and read twice. What these leave out makes a GPU slower: gaps in
-rollouts, the kernels that varlen_attn launches besides its own, rewards.
+the peak, and what is kept for the backward pass written once and read twice. What these leave out makes a GPU slower:
+gaps in rollouts, the kernels that varlen_attn launches besides its own, rewards.
 """
 
 from __future__ import annotations
