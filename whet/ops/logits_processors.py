@@ -18,6 +18,7 @@ from torch import Tensor
 from whet.errors import ConfigError
 from whet.ops.masked import to_fp32
 from whet.ops.shapes import check_shapes
+from whet.util.transfer import to_device
 
 __all__ = ["LogitsProcessors", "allowed_tokens", "draw", "greedy", "process_logits"]
 
@@ -187,14 +188,13 @@ def allowed_tokens(bits: Tensor, vocabulary: int) -> Tensor:
 
 
 def _index(ids: Sequence[int], device: torch.device) -> Tensor:
-    """Token ids as an index on a device. On a GPU it is copied there once: a host list would block at each use."""
+    """Token ids as an index on a device. On a GPU it is copied there once: a host list would be copied at each use."""
     return torch.tensor(ids) if device.type == "cpu" else _index_on_device(tuple(ids), device)
 
 
 @functools.lru_cache(maxsize=64)
 def _index_on_device(ids: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(ids, device=device)
+    return to_device([torch.tensor(ids)], device)[0]
 
 
 def _outside(logits: Tensor, processors: LogitsProcessors, position: Tensor, allowed: Tensor | None) -> Tensor:
