@@ -93,7 +93,7 @@ def test_padding_rows_and_replayed_steps_change_no_token(family, sampling, graph
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(0.9)
-    engine.update(1)
+    engine.update_weights(1)
     fresh = EmbeddedEngine(model, max_batch=11)
     same(run(engine, work), run(fresh, work))
 
@@ -173,7 +173,7 @@ def test_graphs_come_and_go_with_their_memory_and_draw_what_eager_steps_draw(mac
     for version in range(2):
         same(run(engine, work), want)
         assert machine.captured > 2 and machine.replayed > machine.captured
-        engine.update(version)  # all graphs go, and new ones come
+        engine.update_weights(version)  # all graphs go, and new ones come
     done = machine.captured
     same(run(engine, work), want)
     assert machine.captured > done and machine.pools == 1
@@ -201,7 +201,7 @@ def test_two_engines_of_a_process_do_not_break_each_others_graphs(machine):
         for engine, out in zip(engines, done):
             out |= {o.id: o for o in engine.step(timeout_s=0.0)}
         if len(machine.live) == 2 and machine.replayed < 20:
-            engines[0].update(1)  # its graphs go while those of the other live on
+            engines[0].update_weights(1)  # its graphs go while those of the other live on
     assert machine.captured > 4 and machine.replayed > 40
     for model, out in zip(models, done):
         same(out, plainly(model, work))
