@@ -331,8 +331,6 @@ class RLCluster(RoleWorkers):
         """
         domain = mode.value if isinstance(mode, Mode) else mode
         sampling_mode = Mode(domain) if domain in ("train", "eval") else Mode.TRAIN
-        config = self.rollout_for(sampling_mode)
-        base_seed = next(s for s in (seed, config.seed, self.training_config.seed) if s is not None)
         self._masks.drop()
         with self.actor.rollout_weights():
             return self._rollouts.sample(
@@ -340,11 +338,18 @@ class RLCluster(RoleWorkers):
                 prompts,
                 sampling or self.sampling(sampling_mode),
                 num_generations=num_generations,
-                rng_key=(base_seed * len(_DOMAIN) + _DOMAIN[domain], step, first),
+                rng_key=(self.draw_seed(domain, seed), step, first),
                 at_once=at_once or self.training_config.rollout_micro_batch_size or len(prompts) or 1,
                 greedy=greedy,
                 run_episode=run_episode,
             )
+
+    def draw_seed(self, mode: Mode | str, seed: int | None = None) -> int:
+        """Returns the seed in the rng_key of a mode's episodes; modes have different ones. Args: as in `sample`."""
+        domain = mode.value if isinstance(mode, Mode) else mode
+        config = self.rollout_for(Mode(domain) if domain in ("train", "eval") else Mode.TRAIN)
+        base_seed = next(s for s in (seed, config.seed, self.training_config.seed) if s is not None)
+        return base_seed * len(_DOMAIN) + _DOMAIN[domain]
 
     def pop_sync_gap(self) -> float | None:
         """Returns the mean difference of logprobs of engine and trainer in the last check of a sync; None = there was

@@ -348,6 +348,10 @@ def test_tools_answer_in_order_at_the_same_time_and_errors_are_answers():
         manager.get_tools()[0].description = "another"
     with pytest.raises(TypeError, match="Cannot instantiate abstract tool class 'x'"):
         tool_manager.ToolManager({"x": base_tool.BaseTool})
+    manager.register_mcp_tool(SimpleNamespace(name="any", apply=lambda n: base_tool.ToolOutput("any", output=n)))
+    assert manager.run("any", n=3).output == 3  # of no class of Tunix's
+    with pytest.raises(KeyError, match="unknown reward 'exact'; did you mean exact_match"):
+        reward.get_reward_fn("exact")
 
 
 def test_the_parser_reads_calls_and_leaves_out_what_is_none():
