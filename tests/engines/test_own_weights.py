@@ -73,7 +73,7 @@ def test_updates_that_do_not_fit_are_refused_and_nothing_is_sampled_from_half_of
     model = build(gain=3.0)
     engine = EmbeddedEngine(model, own_weights=True)
     want = run(engine, WORK)
-    with pytest.raises(EngineError, match=r"has weights of its own; call update\(version, worker.named_weights\(\)\)"):
+    with pytest.raises(EngineError, match=r"of its own; call update_weights\(version, worker.named_weights\(\)\)"):
         engine.update_weights(1)
     assert same(run(engine, WORK), want)
     names = dict(model.named_parameters())

@@ -229,8 +229,8 @@ class SGLangEngine(ExternalEngine):
         """
         if weights is None:
             raise EngineError(
-                "SGLang holds its own copy of the weights; call update_weights(version, worker.named_weights()); without "
-                "them only the version number would change"
+                "SGLang holds its own copy of the weights; call update_weights(version, worker.named_weights()); "
+                "without them only the version number would change"
             )
         self._halt(self._in_flight)
         self._send(weights)

@@ -311,7 +311,7 @@ class VLLMEngine(ExternalEngine):
         self._asleep = True
 
     def wake_up(self) -> None:
-        """Undoes sleep. Where that dropped the weights, it takes memory for new ones, which `update_weights` brings, then
+        """Undoes sleep. Where that dropped the weights, it takes memory for new ones; `update_weights` brings them, then
         KV.
 
         So weights and their copies in the trainer never lie next to a cache that nobody reads.
