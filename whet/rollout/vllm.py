@@ -311,8 +311,8 @@ class VLLMEngine(ExternalEngine):
         self._asleep = True
 
     def wake_up(self) -> None:
-        """Undoes sleep. Where that dropped the weights, it takes memory for new ones; `update_weights` brings them, then
-        KV.
+        """Undoes sleep. Where that dropped the weights, it takes memory for new ones; `update_weights` brings them,
+        then KV.
 
         So weights and their copies in the trainer never lie next to a cache that nobody reads.
         """
