@@ -263,8 +263,8 @@ def kept(device: Any) -> dict[str, Any]:
                 engine.sleep()
                 with torch.no_grad():
                     model.lm_head.weight.mul_(1.01)
-                engine.wake()
-                engine.update(version)
+                engine.wake_up()
+                engine.update_weights(version)
             _drawn(engine)
             made.append(0)
     finally:
@@ -294,8 +294,8 @@ def vllm(device: Any) -> dict[str, Any]:
         first, awake = _drawn(engine), free()
         engine.sleep()
         freed = free() - awake
-        engine.wake()
-        engine.update(1, iter(model.named_parameters()))
+        engine.wake_up()
+        engine.update_weights(1, iter(model.named_parameters()))
         again = _drawn(engine)
         backends = dict(engine.backends)
     finally:
@@ -345,7 +345,7 @@ def rest(device: Any) -> dict[str, Any]:
         engine.sleep()
         empty_cache(device)
         seen.append((awake, memory_metrics(device)))
-        engine.wake()
+        engine.wake_up()
     need(engine.kv_bytes == 0, f"{engine.kv_bytes} bytes of KV are held")
     if device.type == "cuda":
         torch.cuda.synchronize(device)

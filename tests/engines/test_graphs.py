@@ -58,7 +58,7 @@ def test_a_pool_draws_the_tokens_that_stores_draw(family, samplings):
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(0.9)
-    engine.update(1)
+    engine.update_weights(1)
     same(run(engine, work), run(EmbeddedEngine(model, max_batch=11), work))
 
 
@@ -76,7 +76,7 @@ def test_joined_weights_are_the_models_own_which_is_trained_and_saved_as_before(
         m(input_ids=ids).logits.square().mean().backward()
         torch.optim.SGD(m.parameters(), lr=0.1).step()
         m.save_pretrained(tmp_path / str(m is twin))
-    engine.update(1)
+    engine.update_weights(1)
     work = requests(prompts((3, 20)), Sampling(max_tokens=5), group=2)
     same(run(engine, work), run(EmbeddedEngine(twin, max_batch=11), work))
     for (name, a), b in zip(model.named_parameters(), twin.parameters()):
@@ -165,8 +165,8 @@ def test_graphs_are_captured_once_and_serve_updates_sleeps_and_other_samplings(m
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(0.95)
-        engine.wake()
-        engine.update(version)
+        engine.wake_up()
+        engine.update_weights(version)
         rest = requests(prompts((41, 5, 90)), sampling, group=3)
         same(run(engine, rest), plainly(model, rest))
     run(engine, work)
@@ -184,7 +184,7 @@ def test_memory_that_moves_costs_captures_and_no_tokens(machine):
         same(run(engine, work), plainly(model, work))
         assert machine.captured > done and machine.pools == 1
         engine.sleep()
-        engine.wake()
+        engine.wake_up()
 
 
 def test_two_engines_of_a_process_do_not_break_each_others_graphs(machine):

@@ -59,7 +59,7 @@ class EmbeddedEngine:
         fast: False = always run the module itself, never the fused backbone.
         native: False = on a CPU, only torch's kernels.
         grammars: of the tokenizer, needed for constraints only.
-        own_weights: True = sample from a copy of the model, which takes new weights only in `update`.
+        own_weights: True = sample from a copy of the model, which takes new weights only in `update_weights`.
     Raises: ConfigError: a model that whet's attention does not fit, or a size below 1.
 
     Example: `engine.submit([Request(...)]); outputs = engine.step()`, until step gives [].
@@ -219,7 +219,7 @@ class EmbeddedEngine:
             again with the tokens drawn so far.
         """
         if self._asleep:
-            raise EngineError("the engine is asleep; call wake() first")
+            raise EngineError("the engine is asleep; call wake_up() first")
         self._model.check_complete()
         start = time.monotonic()
         try:
@@ -407,7 +407,7 @@ class EmbeddedEngine:
             self._runner.shrink(len(self._rows), longest, self._slots_in_use())
         return bound - self._scheduler.places(self._slots_in_use(), len(self._rows), longest)
 
-    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
+    def update_weights(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
         """Takes a new policy version. Requests in flight continue under it, with their KV recomputed.
 
         Args: version: stamped on tokens from now on. weights: all of them by name, for an engine with its own weights;
@@ -436,7 +436,7 @@ class EmbeddedEngine:
         self._runner.release()
         self._asleep = True
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """Undoes sleep; memory comes back as it is needed."""
         self._asleep = False
 

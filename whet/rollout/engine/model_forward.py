@@ -157,7 +157,7 @@ class FusedForward:
         return sum(product.bytes for product in (*self._backbone.products(), self._head))
 
     def _state(self) -> tuple[tuple[int, int], ...]:
-        """Addresses and write counts of the weights: they show most changes without an `update`."""
+        """Addresses and write counts of the weights: they show most changes without an `update_weights`."""
         return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._weights)
 
     def _kinds(self) -> list[tuple[object, ...]]:
