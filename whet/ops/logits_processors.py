@@ -18,7 +18,6 @@ from torch import Tensor
 from whet.errors import ConfigError
 from whet.ops.masked import to_fp32
 from whet.ops.shapes import check_shapes
-from whet.util.transfer import to_device
 
 __all__ = ["LogitsProcessors", "allowed_tokens", "draw", "greedy", "process_logits"]
 
@@ -194,7 +193,8 @@ def _index(ids: Sequence[int], device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _index_on_device(ids: tuple[int, ...], device: torch.device) -> Tensor:
-    return to_device([torch.tensor(ids)], device)[0]
+    with torch.inference_mode(False):
+        return torch.tensor(ids, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _outside(logits: Tensor, processors: LogitsProcessors, position: Tensor, allowed: Tensor | None) -> Tensor:

@@ -2,8 +2,8 @@
 
 The largest micro-batch is scored, and then runs forward and backward next to as much memory as the optimizers' states
 will take: kernels for both are compiled and compared here. Then the keys and values of a whole rollout are allocated
-next to both. Weights, optimizers and random numbers stay as they are, and gradients are dropped. An update that runs out
-of memory goes on with smaller micro-batches (train/out_of_memory.py), which the run then keeps.
+next to both. Weights, optimizers and random numbers stay as they are, and gradients are dropped. An update that runs
+out of memory goes on with smaller micro-batches (train/out_of_memory.py), which the run then keeps.
 Left out on purpose: the workspace of the optimizer's step, and the memory of vLLM and SGLang.
 """
 
