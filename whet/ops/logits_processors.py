@@ -194,7 +194,8 @@ def _index(ids: Sequence[int], device: torch.device) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _index_on_device(ids: tuple[int, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(ids, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        pinned = torch.empty(len(ids), dtype=torch.long, pin_memory=device.type == "cuda")
+        return pinned.copy_(torch.tensor(ids)).to(device, non_blocking=True)
 
 
 def _outside(logits: Tensor, processors: LogitsProcessors, position: Tensor, allowed: Tensor | None) -> Tensor:
