@@ -29,7 +29,7 @@ from whet.rollout.base import RolloutEngine, Sampling, sampling_processors
 from whet.rollout.build import make_engine, make_grammars, make_sampling
 from whet.rollout.choose import AUTO, choose_engine
 from whet.rollout.constrained_decoding import Masks
-from whet.rollout.driver import Rollouts
+from whet.rollout.driver import RolloutDriver
 from whet.rollout.policy_rollouts import EpisodeRunner, PolicyRollouts
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
@@ -279,18 +279,20 @@ class RLCluster(RoleWorkers):
     # ---- sampling ------------------------------------------------------------------------------------------------
 
     @property
-    def rollout(self) -> RolloutEngine:
+    def engine(self) -> RolloutEngine:
         """The engine; it is built at the first access."""
         return self._rollouts.engine
 
     @property
-    def rollouts(self) -> Rollouts:
+    def driver(self) -> RolloutDriver:
         """The driver that runs episodes in the engine; the engine is ready to sample."""
         self._rollouts.resume()
         return self._rollouts.driver
 
     def set_should_stop(self, should_stop: Callable[[], bool] | None) -> None:
-        """Sets the condition in which a rollout does not wait for episodes that hang: see Rollouts. None = no one."""
+        """Sets the condition in which a rollout does not wait for episodes that hang: see RolloutDriver. None =
+        there is none.
+        """
         self._rollouts.should_stop = should_stop
 
     def build_engine(self) -> None:

@@ -13,7 +13,7 @@ from whet.data.tokenizer import byte_tokenizer
 from whet.envs.failures import EpisodeFailures
 from whet.errors import ConfigError, RewardError
 from whet.rollout.base import Output, Sampling
-from whet.rollout.driver import Episode, Rollouts
+from whet.rollout.driver import Episode, RolloutDriver
 from whet.rollout.mock import MockEngine
 from whet.serve.run_model import RunModel
 from whet.tunix import AgenticGRPOConfig, AgenticGRPOLearner, ClusterConfig, OptimConfig, RLEngine, RLTrainingConfig
@@ -217,7 +217,7 @@ def play(agent, env, *texts, longest=None, failures=None, **options):
     episodes = AgenticEpisodes(start, model, failures or EpisodeFailures())
     prompt = Prompt(tokens=np.array([5], np.int32), source="2+3=", row=0)
     episode = Episode(prompt, (0, 0, 0, 0), lambda e: episodes.run_episode(e, Sampling(max_tokens=100)))
-    rollouts = Rollouts(policy)
+    rollouts = RolloutDriver(policy)
     try:
         (group,) = rollouts.run([episode])
     finally:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from whet.config import DataConfig, RolloutConfig
 
-__all__ = ["Answered", "LongPrompt", "PromptEncoder", "find_prompt_column"]
+__all__ = ["DATA_FIELDS", "Answered", "LongPrompt", "PromptEncoder", "find_prompt_column"]
 
 log = logging.getLogger("whet")
 
