@@ -37,8 +37,8 @@ from whet.rollout.choose import AUTO, choose_engine
 from whet.rollout.driver import Episode, Rollouts, Turns, single_turns, stream
 from whet.rollout.generate_options import num_beams, validate_options
 from whet.rollout.text import as_batch, encode_texts, pad_left
+from whet.storage.model_paths import model_folder
 from whet.types import Group, Message, Prompt
-from whet.util.model_paths import model_folder
 
 __all__ = ["Sampler", "SamplerOutput"]
 
