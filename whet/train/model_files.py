@@ -40,7 +40,7 @@ from whet.storage.checkpoint import (
     write_state,
 )
 from whet.storage.model_paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
-from whet.train.optim import Optim
+from whet.train.optimizer import Optim
 
 if TYPE_CHECKING:
     from whet.parallel.shards import ShardReader

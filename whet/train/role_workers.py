@@ -35,8 +35,8 @@ from whet.parallel.processes import join_processes
 from whet.parallel.ranks import Ranks
 from whet.parallel.torchrun_env import check_mesh
 from whet.storage.model_paths import check_hub, model_folder
+from whet.train.make_optimizer import check_optimizer
 from whet.train.offload import OffloadPlacement
-from whet.train.optimizers import check_optimizer
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Allowed, Loss, ModelWorker
