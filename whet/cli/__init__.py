@@ -247,8 +247,8 @@ def _log_inputs(command: str, config: Any, words: list[str]) -> None:
 
         kind, short = config_class(command)
         if kept := kept_from_run(kind, words, short):
-            kept_settings = ", ".join(f"{key}={value!r} (default {usual!r})" for key, (value, usual) in kept.items())
-            log.info("resume: settings of the run that the command does not set again: %s", kept_settings)
+            settings = "\n  ".join(f"{key}={value!r} (default {usual!r})" for key, (value, usual) in kept.items())
+            log.info("resume: settings of the run that the command does not set again:\n  %s", settings)
 
 
 def _run_command(command: str, words: list[str], config: Any) -> None:
