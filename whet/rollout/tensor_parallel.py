@@ -67,6 +67,7 @@ class TensorParallelEngine(EmbeddedEngine):
         errors are those of the first process too, whose further calls must be heard.
         """
         failure: Exception | None = None
+        call: Any
         while (call := self.ranks.broadcast(None)) is not None:
             name, argument = call
             try:
