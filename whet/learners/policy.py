@@ -32,7 +32,8 @@ from whet.learners.from_config import (
     objective_checks,
     resolve_name,
 )
-from whet.learners.kl_controller import MEASURED_ENTROPY, KLController, move_reference
+from whet.learners.kl_controller import MEASURED_ENTROPY, KLController
+from whet.learners.kl_penalty import kl_penalty_in_advantage, kl_penalty_in_reward
 from whet.learners.sampler_mismatch import compare_sampler, with_ess
 from whet.learners.step import Step
 from whet.learners.step_metrics import (
@@ -161,7 +162,7 @@ class PolicyLearner(RLLearner):
     @property
     def records_sampler(self) -> bool:
         """Whether batch.sampler_logprobs are of the policy that sampled."""
-        return self.cluster.rollout.caps.logprobs
+        return self.cluster.engine.caps.logprobs
 
     def check(self, cluster: RLCluster) -> None:
         """Raises ConfigError where cluster and configuration don't fit; warns of settings that rarely make sense."""
@@ -186,14 +187,14 @@ class PolicyLearner(RLLearner):
         if self.needs_teacher:
             check_teacher(cluster, self.teacher_column or "", c.policy_loss_fn)
         compares = c.sampler_is is not None or self.objective.has(off_policy_mask, sampler_kl_mask, sampler_rejection)
-        if compares and not cluster.rollout.caps.logprobs:
+        if compares and not cluster.engine.caps.logprobs:
             raise ConfigError(
                 f"algo.sampler_is={c.sampler_is!r}, algo.loss_masks={list(c.loss_masks)}: the engine reports no "
                 "logprobs to compare with; set algo.sampler_is=None and leave out off-policy, sampler-kl and "
                 "sampler-rejection"
             )
         warn_about_config(c, cluster.rollout_for().max_tokens_to_generate)
-        if c.policy_loss_fn == "reinforce" and c.sampler_is is None and not cluster.rollout.caps.shared_weights:
+        if c.policy_loss_fn == "reinforce" and c.sampler_is is None and not cluster.engine.caps.shared_weights:
             log.warning(
                 "the engine computes other logprobs than the trainer, and policy_loss_fn='reinforce' has no ratio that "
                 "corrects for it; set algo.sampler_is='token'"
@@ -244,7 +245,7 @@ class PolicyLearner(RLLearner):
         if source == "trainer":
             with cluster.trace.span("old_logprobs"):
                 batch = batch.replace(old_logprobs=cluster.actor.logprobs(batch).logprobs)
-            if cluster.rollout.caps.logprobs:
+            if cluster.engine.caps.logprobs:
                 batch, metrics = compare_sampler(batch, self.algo_config)
                 step = step.log(metrics)
         elif source == "sampler":
@@ -254,7 +255,7 @@ class PolicyLearner(RLLearner):
                 batch = batch.replace(ref_logprobs=cluster.worker(Role.REFERENCE).logprobs(batch).logprobs)
         if self.needs_teacher:
             batch = with_teacher(cluster, batch, self.teacher_column or "")
-        return step.replace(batch=self.kl_controller.in_reward(batch))
+        return step.replace(batch=kl_penalty_in_reward(self.algo_config, batch, self.kl_controller.beta))
 
     def old_logprobs_from(self, num_groups: int, stale: Sequence[int] = ()) -> Literal["trainer", "sampler", "nowhere"]:
         """Returns where old log-probabilities come from; "nowhere": none are needed, since the ratio is exactly 1.
@@ -264,7 +265,7 @@ class PolicyLearner(RLLearner):
         Args: num_groups: of the step. stale: the policy versions of trained tokens that are not the actor's own now.
         Raises: EngineError: they are needed, and the engine reports no logprobs.
         """
-        c, caps = self.algo_config, self.cluster.rollout.caps
+        c, caps = self.algo_config, self.cluster.engine.caps
         if c.sampler_is is not None or self.objective.has(sampler_rejection) or not c.use_rollout_logps:
             return "trainer"
         updates, sampled_kl = self.num_updates(num_groups), self.kl_controller.needs_sampled_kl
@@ -330,7 +331,7 @@ class PolicyLearner(RLLearner):
         batch = step.batch
         x = advantage_inputs(batch, step.rewards, clip=self.algo_config.reward_clip_range)
         batch = batch.replace(advantages=estimate(self.estimator, x))
-        batch = self.kl_controller.in_advantage(batch)
+        batch = kl_penalty_in_advantage(self.algo_config, batch, self.kl_controller.beta)
         return step.replace(batch=batch).log(advantage_metrics(batch))
 
     def update(self, step: Step, mini: TokenBatch) -> Step:
@@ -388,8 +389,23 @@ class PolicyLearner(RLLearner):
         """
         step = step.replace(batch=self.token_stats.finish(step.batch))
         step = step.log(self.kl_controller.after_step(step.batch))
-        move_reference(self.cluster, self.algo_config, step.index)
+        self.sync_ref_model(step.index)
         super().after_step(run, step)
+
+    def sync_ref_model(self, step: int) -> None:
+        """Moves the reference towards the policy at the end of a step, with sync_ref_model.
+
+        π_ref ← α π + (1 − α) π_ref, on the weights, every ref_model_sync_steps steps. A step is one rollout, however
+        many updates follow it.
+        Args: step: counted from 1.
+        Source: TR-DPO, arXiv:2404.09656; TRL's sync_ref_model, which counts optimizer steps. A step here has
+            num_iterations times the mini-batches of a rollout of those.
+        """
+        c = self.algo_config
+        if c.sync_ref_model and step % c.ref_model_sync_steps == 0:
+            self.cluster.worker(Role.REFERENCE).load_weights(
+                self.cluster.actor.named_weights(), mixup_alpha=c.ref_model_mixup_alpha
+            )
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """Returns the run, as RLLearner's. Raises ConfigError: a coefficient can't move, or checkpoints would not hold

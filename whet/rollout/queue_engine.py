@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from whet.errors import EngineError
 from whet.models.loaded_model import LoadedModel
-from whet.models.modes import eval_mode, max_positions, transformers_attention
+from whet.models.modes import eval_mode, max_positions, num_ids, transformers_attention
 from whet.ops.counter_rng import hash_rng_key, uniform
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.in_flight import InFlightRequest
@@ -62,7 +62,7 @@ class QueueEngine:
     def check_awake(self) -> None:
         """Raises EngineError while the engine is asleep."""
         if self._asleep:
-            raise EngineError("the engine is asleep; call wake() first")
+            raise EngineError("the engine is asleep; call wake_up() first")
 
     def finish(self, requests: Sequence[Request], outputs: list[Output]) -> list[Output]:
         """Counts the tokens of finished requests. Returns: the outputs."""
@@ -90,7 +90,7 @@ class QueueEngine:
             generated=self._generated,
         )
 
-    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
+    def update_weights(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
         """Takes a new policy version. Raises EngineError: weights were given to an engine that shares the trainer's."""
         if weights is not None:
             self.load_weights(weights)
@@ -99,15 +99,15 @@ class QueueEngine:
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Takes new weights. Args: weights: (name, tensor), each parameter once."""
         raise EngineError(
-            f"the {self._kind} engine reads the trainer's own parameters; call update(version) without weights (a "
-            "class of your own sets caps = EngineCaps(shared_weights=True), or takes weights in load_weights)"
+            f"the {self._kind} engine reads the trainer's own parameters; call update_weights(version) without weights "
+            "(a class of your own sets caps = EngineCaps(shared_weights=True), or takes weights in load_weights)"
         )
 
     def sleep(self) -> None:
         """Refuses to step until wake; no memory is held between steps."""
         self._asleep = True
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """Undoes sleep."""
         self._asleep = False
 
@@ -143,7 +143,7 @@ class SimpleEngine(QueueEngine):
     def __init__(self, model: LoadedModel | nn.Module, *, decode: Decode | None = None) -> None:
         super().__init__(type(self).__name__, max_batch=1)
         self.module = model.module if isinstance(model, LoadedModel) else model
-        self._vocabulary = int(self.module.get_input_embeddings().weight.shape[0])  # pyright: ignore
+        self._vocabulary = num_ids(self.module)
         self._positions = max_positions(self.module)
 
     def complete(self, request: Request) -> tuple[Sequence[int], Sequence[float]]:

@@ -6,7 +6,7 @@
     a decode step      two sums a layer, of the results of attention and of the MLP; then the first process's draws
     embedding, head    whole on each process
 
-Left out on purpose: whet's native kernels and CUDA graphs, whose steps have no sums in them, and a head divided by the
+Left out on purpose: whet's native kernels and CUDA graphs, in whose steps nothing is sent, and a head divided by the
 vocabulary.
 """
 
@@ -105,5 +105,6 @@ class TensorParallelEngine(EmbeddedEngine):
         """See EmbeddedEngine: the first process's clock decides."""
         return self.ranks.broadcast(is_late)
 
-    def _fix_shapes(self) -> None:
-        """See EmbeddedEngine: steps run eagerly."""
+    def _use_pool(self, **options: Any) -> None:
+        """See EmbeddedEngine: no steps are captured."""
+        self._runner.why_eager = "processes divide the layers"

@@ -26,6 +26,7 @@ from whet.models.attention import ATTENTION, Layout
 from whet.models.lora import add_adapter
 from whet.models.pretrained import meta_model
 from whet.models.projection import chunk_rows
+from whet.models.varlen import MAX_KEYS
 
 __all__ = [
     "GB",
@@ -57,6 +58,10 @@ RESERVE = 1.5e9
 """Bytes for a CUDA context, the kernels' workspaces and holes of the allocator: a guess that no GPU has confirmed."""
 VLLM_BYTES = 2e9
 """Bytes of vLLM's workspace and graphs in a rollout, half of which stay while it sleeps: a guess too."""
+GRAPH_BYTES = 1e8
+"""Bytes of the captured decode steps of whet's engine, without what a step computes: a guess."""
+GRAPH_ROWS = 256
+"""Rows of the largest captured step."""
 MOMENT_BYTES = {"adamw": 8.0, "adam": 8.0, "adamw8bit": 2.1, "muon": 4.0, "sgd": 0.0}
 """Bytes of an optimizer's state for each trained parameter."""
 _BYTES_IN_4_BITS = 0.5 + 4 / 64
@@ -104,13 +109,18 @@ class ModelSizes:
         rows = chunk_rows(tokens, 4 * self.vocabulary, torch.device("cuda")) if self.vocabulary else 0
         return 3.0 * 4 * rows * self.vocabulary + (4.0 * self.largest if rows else 0.0)
 
-    def activations(self, tokens: int, checkpointing: str) -> float:
-        """Returns bytes that a forward pass holds for its backward pass. Args: checkpointing: "none" or "full"; others
-        count as "none", which is an upper bound.
+    def activations(self, tokens: int, checkpointing: str, keys: float = 1.0) -> float:
+        """Returns bytes that a forward pass holds for its backward pass.
+
+        Args:
+            tokens: of the pass.
+            checkpointing: "none" or "full"; others count as "none", which is an upper bound.
+            keys: that attention gathers for each token, and holds: over 1 where sequences share a prompt.
         """
+        per_token = self.activation_bytes + (keys - 1.0) * self.kv_bytes
         if checkpointing != "full":
-            return float(self.activation_bytes * tokens)
-        one_layer = self.activation_bytes / self.layers
+            return per_token * tokens
+        one_layer = per_token / self.layers
         return tokens * (self.layers * self.layer_input_bytes + one_layer)
 
 
@@ -377,25 +387,41 @@ def _held_in_passes(
     config: PlannedRun, sizes: ModelSizes, tokens: int, checkpointing: str, kv_tokens: int, is_bounded: bool
 ) -> list[Part]:
     """Returns the parts of a pass of training, and of the engine. Args: is_bounded: its cache is."""
-    own_tokens = -(-tokens // config.trainer.context_parallel_size)
-    turns = copy = 0.0
-    kv_bytes = sizes.kv_bytes / (
-        min(config.trainer.tensor_parallel_size, sizes.kv_heads) if _divides_rollout(config) else 1
-    )
+    own_tokens, keys = -(-tokens // config.trainer.context_parallel_size), _gathered_keys(config)
+    turns = copy = graphs = 0.0
+    divides = _divides_rollout(config)
+    kv_bytes = sizes.kv_bytes / (min(config.trainer.tensor_parallel_size, sizes.kv_heads) if divides else 1)
     if isinstance(config, RunConfig) and config.rollout_engine == "vllm":
         copy = float(sizes.dtype_bytes * sizes.parameters)
-    elif isinstance(config, RunConfig) and config.rollout.max_turns > 1 and not is_bounded:
-        turns = float(min(CONVERSATION_BYTES, kv_bytes * kv_tokens))
+    elif isinstance(config, RunConfig):
+        if not divides or config.trainer.tensor_parallel_size == 1:
+            graphs = GRAPH_BYTES + GRAPH_ROWS * sizes.activation_bytes / sizes.layers
+        if config.rollout.max_turns > 1 and not is_bounded:
+            turns = float(min(CONVERSATION_BYTES, kv_bytes * kv_tokens))
     reserve = RESERVE if isinstance(config, RunConfig) else 0.0
     return [
-        Part(f"activations, {own_tokens:,} tokens", 0.0, sizes.activations(own_tokens, checkpointing)),
+        Part(f"activations, {own_tokens:,} tokens", 0.0, sizes.activations(own_tokens, checkpointing, keys)),
         Part("logits of the head, in parts", 0.0, sizes.logits(own_tokens)),
         Part(f"KV cache, {kv_tokens:,} tokens", kv_bytes * kv_tokens, 0.0),
         Part("KV of earlier turns", turns, 0.0),
+        Part("captured decode steps", graphs, graphs),
         Part("weights of vLLM", copy, 0.0),
         Part("workspace and graphs of vLLM", VLLM_BYTES * bool(copy), VLLM_BYTES / 2 * bool(copy)),
         Part("reserve", reserve, RESERVE),
     ]
+
+
+def _gathered_keys(config: PlannedRun) -> float:
+    """Returns the keys that attention gathers for each token: a completion's are its prompt's, which is there once, and
+    its own. Rows with more than MAX_KEYS take another kernel, which gathers none.
+    """
+    if isinstance(config, SFTRunConfig):
+        return 1.0
+    if not isinstance(config, RunConfig):
+        return 5 / 3  # pairs whose prompt is as long as an answer
+    rollout, count = with_lengths(config).rollout, config.algo.num_generations
+    prompt, completion = rollout.max_prompt_length or LENGTH, rollout.most_tokens
+    return min(MAX_KEYS, (prompt + count * (prompt + completion)) / (prompt + count * completion))
 
 
 def with_settings(config: PlannedRun, plan: MemoryPlan) -> Sequence[str]:
