@@ -64,7 +64,7 @@ def sampled(model, tensor=1):
     encode, calls = c.encoder(), []
     prompts = [encode({"prompt": f"{i}+{'1' * i}="}, i) for i in range(5)]
     drawn = c.sample(prompts, num_generations=3, greedy=True, at_once=2)
-    held = {"kv": c.rollout.kv_bytes, "backbone": c.rollout.backends["backbone"]}
+    held = {"kv": c.engine.kv_bytes, "backbone": c.engine.backends["backbone"]}
     with c.actor.rollout_weights(parts=tensor > 1):
         held["weights"] = sum(p.nbytes for p in c.actor.module.parameters())
     with c.actor.placement.during("step"), torch.no_grad():
