@@ -432,7 +432,7 @@ def test_masks_of_a_batch_are_made_once_until_they_are_dropped(grammars, monkeyp
 def test_the_masks_of_a_micro_batch_read_nothing_from_the_device(grammars, monkeypatch):
     batch, masks = random_batch((3, [4, 2]), (2, [5]), masked=True), Masks(grammars)
     (micro,) = plan_micro_batches(batch, max_tokens=100)
-    monkeypatch.setattr(masks, "of", lambda *given: given)
+    monkeypatch.setattr(masks, "replay", lambda *given: given)
     s = sampling("(ab)+0?")
     _, tokens, sequence, sampled = masks.of_targets(s, micro.to("meta"))  # a number of this device can't be read
     assert tokens.tolist() == batch.tokens[micro.token_index].tolist() and sequence.tolist() == micro.sequence.tolist()
