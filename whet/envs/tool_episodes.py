@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.envs.multi_turn import run_turns
+from whet.envs.multi_turn import PROMPT, room_after, run_turns
 from whet.envs.tool_calls import ToolTemplate
 from whet.envs.tools import ToolCounts, Tools
 from whet.rollout.base import Output, Sampling
@@ -20,10 +20,7 @@ from whet.rollout.driver import Episode, Turns, completion
 from whet.rollout.external_calls import ExternalCall
 from whet.types import Completion, Message, Prompt
 
-__all__ = ["PROMPT", "ToolEpisodes", "ToolTranscript"]
-
-PROMPT = "prompt"
-"""Key of Completion.info: the prompt of a completion that has its own, other than its group's."""
+__all__ = ["ToolEpisodes", "ToolTranscript"]
 
 
 class ToolTranscript:
@@ -108,8 +105,7 @@ class ToolEpisodes:
             sampling,
             transcript,
             respond,
+            room=room_after(prompt.tokens, max_tokens=self.max_tokens, max_length=self.max_length),
             max_turns=None if self.max_rounds is None else self.max_rounds + 1,
-            max_tokens=self.max_tokens,
-            max_length=self.max_length,
         )
         return transcript.completion(episode)
