@@ -63,9 +63,8 @@ class BestAndWorst:
         """Adds the completions of a batch."""
         totals = iter(rewarded.total.tolist())
         for group, texts in zip(rewarded.groups, rewarded.texts, strict=True):
-            by_generation = {c.generation: (c, text) for c, text in zip(group.completions, texts, strict=True)}
-            for completion, text in by_generation.values():  # the last fork of a conversation has all of it
-                reward = next(totals)
+            for place in group.last:
+                completion, text, reward = group.completions[place], texts[place], next(totals)
                 self.count += 1
                 if math.isnan(reward):
                     continue

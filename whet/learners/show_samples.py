@@ -22,12 +22,11 @@ def describe_sample(step: int, rewards: RewardBatch) -> str:
     another prompt.
     Args: step: its number. rewards: of the step.
     """
-    totals, count = rewards.totals_by_group, len(rewards.groups)
+    totals, spread, count = rewards.totals_by_group, rewards.have_spread, len(rewards.groups)
     order = [(step + i) % count for i in range(count)]
-    chosen = next((i for i in order if rewards.have_spread[i]), order[0])
+    chosen = next((i for i in order if spread[i]), order[0])
     group, own = rewards.groups[chosen], totals[chosen]
-    texts = {c.generation: (c, text) for c, text in zip(group.completions, rewards.texts[chosen], strict=True)}
-    done = list(texts.values())  # the last fork of a conversation has all of its turns
+    done = [(group.completions[place], rewards.texts[chosen][place]) for place in group.last]
     known = np.where(np.isnan(own), -math.inf, own)
     best, worst = int(known.argmax()), int(np.where(np.isnan(own), math.inf, own).argmin())
     lines = [f"sample of step {step}, row {group.prompt.row}: {format_text(group.prompt.source)}"]
@@ -37,7 +36,6 @@ def describe_sample(step: int, rewards: RewardBatch) -> str:
             format_completion("worst", own[worst], *done[worst]),
         ]
     else:
-        count = len({c.generation for c in group.completions})
-        title = "the one completion" if count == 1 else f"one of {count}, no reward better than another"
+        title = "the one completion" if len(done) == 1 else f"one of {len(done)}, no reward better than another"
         lines.append(format_completion(title, own[best], *done[best]))
     return "\n".join(lines)
