@@ -319,7 +319,8 @@ def compare(found: dict[str, Any], floor_s: float) -> dict[str, Any]:
 
     Args: found: what `run_rounds` gives. floor_s: the least time.
     Returns: ratios (None where a side is missing), spread (least and greatest), tokens_per_s (medians), kv_bytes ...
-    Raises: RuntimeError: the mean logprobs differ by more than 0.1, so the sides don't draw from one distribution.
+    Raises: RuntimeError: the mean logprobs differ by more than 0.1 and four standard errors, so the sides don't draw
+        from one distribution.
     """
     whet = [r["seconds"] for r in found["whet"]["rounds"]]
     ratios: dict[str, list[float]] = {
@@ -330,8 +331,13 @@ def compare(found: dict[str, Any], floor_s: float) -> dict[str, Any]:
     ratios["floor"] = [floor_s / s for s in whet]
     logprobs = {side: statistics.fmean(r["logprob"] for r in f["rounds"]) for side, f in found.items()}
     tokens = found["whet"]["rounds"][0]["tokens"]
-    if tokens >= 500 and max(logprobs.values()) - min(logprobs.values()) > 0.1:
-        raise RuntimeError(f"the mean logprobs of what was drawn differ: {logprobs}")
+    errors = {
+        side: math.hypot(*(r["logprob_error"] for r in f["rounds"])) / len(f["rounds"]) for side, f in found.items()
+    }
+    low, high = min(logprobs, key=lambda s: logprobs[s]), max(logprobs, key=lambda s: logprobs[s])
+    apart = max(0.1, 4 * math.hypot(errors[low], errors[high]))
+    if tokens >= 500 and logprobs[high] - logprobs[low] > apart:
+        raise RuntimeError(f"the mean logprobs of what was drawn differ: {logprobs}, {errors}")
     return {
         "ratios": {side: statistics.median(ratios[side]) if side in ratios else None for side in [*SIDES, "floor"][1:]},
         "spread": {side: [min(v), max(v)] for side, v in ratios.items()},

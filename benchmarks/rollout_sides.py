@@ -386,7 +386,8 @@ SIDES: dict[str, type[Any]] = {
 def timed(engine: Any, work: Work, device: str) -> dict[str, Any]:
     """What a work gave.
 
-    Returns: seconds, cpu_s (of all threads), tokens, their mean logprob, kv_bytes; ids too where it was greedy.
+    Returns: seconds, cpu_s (of all threads), tokens, their mean logprob and its standard error (the tokens of one
+        completion depend on each other), kv_bytes; ids too where it was greedy.
     Raises: RuntimeError: a completion has not the length that was asked for.
     """
     import numpy as np
@@ -402,12 +403,15 @@ def timed(engine: Any, work: Work, device: str) -> dict[str, Any]:
     if lengths != work.lengths or [len(x) for x in made.logprobs] != lengths:
         wrong = [(i, n, wanted) for i, (n, wanted) in enumerate(zip(lengths, work.lengths, strict=True)) if n != wanted]
         raise RuntimeError(f"completions (place, made, asked for) of other lengths than forced: {wrong[:8]}")
-    logprob = float(np.mean(np.concatenate([np.asarray(x, np.float64) for x in made.logprobs])))
+    tokens, sums = sum(lengths), np.asarray([np.sum(np.asarray(x, np.float64)) for x in made.logprobs])
+    logprob = float(sums.sum() / tokens)
+    error = float(np.linalg.norm(sums - logprob * np.asarray(lengths)) / tokens)
     said = {
         "seconds": seconds,
         "cpu_s": cpu,
-        "tokens": sum(lengths),
+        "tokens": tokens,
         "logprob": logprob,
+        "logprob_error": error,
         "kv_bytes": int(made.kv_bytes),
     }
     return said | ({"ids": [[int(t) for t in row] for row in made.tokens]} if work.greedy else {})

@@ -16,6 +16,7 @@ from peer_code import function, run, source, statements_from, trl_trainer
 from whet import presets
 from whet.learners.from_config import advantage_inputs, bind_fields, make_estimator, make_objective
 from whet.learners.kl_controller import KLController
+from whet.learners.kl_penalty import kl_penalty_in_advantage, kl_penalty_in_reward
 from whet.ops import VALUE_LOSSES, advantages_and_returns, estimate, token_weights
 from whet.types import Group, LossInputs, TokenBatch
 
@@ -78,8 +79,9 @@ def whet(config, e):
     """Loss and gradient by completion of whet, from a configuration alone."""
     batch = batch_of(e)
     control = KLController(config)
-    given = advantage_inputs(control.in_reward(batch), rewards_of(e))
-    batch = control.in_advantage(batch.replace(advantages=estimate(make_estimator(config), given)))
+    given = advantage_inputs(kl_penalty_in_reward(config, batch, control.beta), rewards_of(e))
+    batch = batch.replace(advantages=estimate(make_estimator(config), given))
+    batch = kl_penalty_in_advantage(config, batch, control.beta)
     logprobs = torch.cat([n.detach() for n in e.now]).requires_grad_()
     x = LossInputs(sequence=batch.sequence, mask=batch.mask, logprobs=logprobs, token_columns=batch.token_columns)
     objective = dataclasses.replace(make_objective(config), beta=control.loss_beta)
@@ -327,7 +329,7 @@ def test_a_preset_is_the_formula_of_its_source(name):
 def test_what_the_critic_learns_by_a_preset(name, lam, beta, clip):
     config = presets.PRESETS[name]()
     e = Example(3, size=4)
-    given = advantage_inputs(KLController(config).in_reward(batch_of(e)), rewards_of(e))
+    given = advantage_inputs(kl_penalty_in_reward(config, batch_of(e), config.beta), rewards_of(e))
     returns = bind_fields(advantages_and_returns, config)(given)[1]
     expected = torch.cat(gae(e, outcomes(e, beta), lam)[1])
     torch.testing.assert_close(returns, expected, rtol=1e-9, atol=1e-9)

@@ -80,7 +80,7 @@ def resolve_defaults(config: RunConfig, train: Any, evaluation: Any) -> Resolved
 
 def _encode(encode: PromptEncoder, rows: Any) -> Sequence[Prompt]:
     """Returns all rows as prompts; a warning says how many were over the limit."""
-    prompts = encode_all(rows, encode, "prompts")
+    prompts = encode_all(rows, encode)
     if not len(prompts):
         limit = encode.max_prompt_length
         raise DataError(f"all {len(rows)} prompts are over rollout.max_prompt_length={limit}; raise it")

@@ -11,6 +11,7 @@ from whet.cli.resolve_defaults import with_template
 from whet.cli.rows import load_train_and_eval
 from whet.config import DPORunConfig, RMRunConfig, RoleConfig, SFTRunConfig
 from whet.config.run_supervised import SupervisedRunConfig, check_supervised
+from whet.data.encoder import Encoder
 from whet.data.preference import PreferenceEncoder, ScoredPairEncoder, UnpairedEncoder
 from whet.data.prompt_stream import first_row, is_batch
 from whet.data.supervised import SFTEncoder
@@ -18,7 +19,6 @@ from whet.data.tokenizer import load_tokenizer
 from whet.learners.preference import PreferenceLearner, RewardModelLearner
 from whet.learners.preference_from_config import make_preference_objective
 from whet.learners.sft import SFTLearner
-from whet.learners.supervised_task import Encoder
 from whet.train.memory_plan import choose_tokens
 from whet.train.role_workers import ACTOR
 from whet.train.supervised_models import SupervisedModels
@@ -80,7 +80,7 @@ def _dpo(config: DPORunConfig) -> tuple[PreferenceLearner, Any, Any]:
     return learner, *rows
 
 
-def _load_data_and_tokenizer(config: C, encoder: Callable[..., Encoder]) -> tuple[C, tuple[Any, Any], Any]:
+def _load_data_and_tokenizer(config: C, encoder: Callable[..., Encoder[Any]]) -> tuple[C, tuple[Any, Any], Any]:
     """Returns the configuration with its defaults, the training and evaluation data, and the tokenizer.
 
     The first row of both is encoded, so that a missing column is an error before a model is loaded.

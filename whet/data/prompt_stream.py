@@ -14,17 +14,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import nullcontext
 from itertools import accumulate, chain, islice
 from typing import Any, Literal
 
 import numpy as np
 
 from whet.data.checksums import chain_checksum, compute_checksums
+from whet.data.encoder import Encoder, FunctionEncoder
 from whet.data.mixture import MixedRows, permutation
-from whet.data.prompts import PROMPT_COLUMNS, PromptEncoder, find_prompt_column
+from whet.data.prompts import PROMPT_COLUMNS, find_prompt_column
 from whet.data.read_errors import convert_read_errors, iterate_rows
-from whet.data.supervised import RowEncoder
 from whet.errors import CheckpointError, ConfigError, DataError, format_exception, lookup_error
 
 __all__ = [
@@ -46,9 +45,6 @@ ENCODE_BATCH = 512
 """Rows that are tokenised in one call."""
 HOLD_OUT = 2**32
 """Takes the place of the epoch number when held-out rows are drawn, so that the draw differs from every epoch."""
-
-Encode = Callable[[Any, int], Any]
-"""(row, its index in the data set) -> the encoded row, or None to leave it out."""
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
@@ -138,7 +134,7 @@ class PromptStream:
         shuffle: bool | None = None,
         num_epochs: int | None = 1,
         last_batch: Literal["drop", "keep"] = "drop",
-        encode: Encode | None = None,
+        encode: Encoder[Any] | Callable[[Any, int], Any] | None = None,
         prompt_column: str | None = None,
         shuffle_buffer: int = 0,
     ) -> None:
@@ -149,8 +145,8 @@ class PromptStream:
             shuffle: None = shuffle only rows with a length.
             num_epochs: None = no limit (but an iterator ends after one pass).
             last_batch: "drop" or "keep" a batch with fewer prompts than the others.
-            encode: applied to each row, e.g. a PromptEncoder. Rows with a length are encoded before the first batch,
-                others when they are read. With a RowEncoder, an item is always a row and never a ready-made batch.
+            encode: an Encoder, or a function of a row and its index; None = the rows stay as they are. Rows with a
+                length are encoded before the first batch, others when they are read.
             prompt_column: distinguishes ready-made batches from rows; see find_prompt_column.
             shuffle_buffer: the number of rows of a stream that are shuffled at a time; 0 = keep its order.
 
@@ -164,7 +160,8 @@ class PromptStream:
             if value is not None and value < least:
                 raise ConfigError(f"{name} {value} is out of range; give {least} or more")
         self.seed, self.num_epochs, self.last_batch = seed, num_epochs, last_batch
-        self.encode, self.prompt_column = encode, prompt_column
+        self.encode: Encoder[Any] = encode if isinstance(encode, Encoder) else FunctionEncoder(encode)
+        self.prompt_column = prompt_column
         with convert_read_errors("the data", "fix the source of the rows"):
             self.once = iter(source) is source
         has_state = not self.once and hasattr(source, "load_state_dict")
@@ -173,12 +170,11 @@ class PromptStream:
         self.first, source = _peek(source, self.once)
         """The first row, or the first ready-made batch, before encoding."""
         self.kind: Literal["rows", "batches", "stream"] = "stream"
-        if not isinstance(encode, RowEncoder) and is_batch(self.first, prompt_column):
+        if self.encode.takes_batches and is_batch(self.first, prompt_column):
             self.kind = "batches"
         elif has_random_access(source):
             self.kind = "rows"
         self.source: Any = source
-        self.what = "rows" if isinstance(encode, RowEncoder) else "prompts"
         self.batch_size = self._resolve_batch_size(self.first, batch_size)
         self.shuffle = self.kind == "rows" if shuffle is None else shuffle
         self.shuffle_buffer = 0 if shuffle is False else shuffle_buffer
@@ -224,13 +220,12 @@ class PromptStream:
             )
         if self.kind != "rows":
             return
-        if self.encode is not None:
-            self.source = encode_all(self.source, self.encode, self.what)
+        self.source, unit = encode_all(self.source, self.encode), self.encode.unit
         rows = len(self.source)
         if rows == 0 or (rows < self.batch_size and self.last_batch == "drop"):
             raise DataError(
-                f"{rows} {self.what} don't fill one batch of {self.batch_size}; set data.batch_size to {max(rows, 1)} "
-                f"or less, trainer.last_batch='keep', or give more {self.what}"
+                f"{rows} {unit} don't fill one batch of {self.batch_size}; set data.batch_size to {max(rows, 1)} "
+                f"or less, trainer.last_batch='keep', or give more {unit}"
             )
 
     @property
@@ -248,7 +243,7 @@ class PromptStream:
         if self.kind == "stream":
             order = f"shuffled {self.shuffle_buffer} at a time" if self.shuffle_buffer else "in its own order"
             resume = "reads and skips rows" if self._begin is None else "goes on at its place"
-            return f"a stream of {self.what} {order}, batches of {self.batch_size}; a resume {resume}"
+            return f"a stream of {self.encode.unit} {order}, batches of {self.batch_size}; a resume {resume}"
         if self.kind == "batches":
             return f"ready-made batches of {self.batch_size} prompts in their own order; a resume reads and skips them"
         rest = len(self.source) % self.batch_size
@@ -258,7 +253,7 @@ class PromptStream:
         if isinstance(self.source, MixedRows):
             order += f", of {self.source.describe()}"
         batches = f"{self.batches_per_epoch} batches of {self.batch_size}"
-        return f"{len(self.source)} {self.what} {order}, {batches} per epoch{tail}"
+        return f"{len(self.source)} {self.encode.unit} {order}, {batches} per epoch{tail}"
 
     def state(self) -> dict[str, Any]:
         """Returns the position after the last batch, for a checkpoint: plain ints, and the source's own state."""
@@ -417,16 +412,12 @@ class PromptStream:
                 yield from self._iterate_stream()
             if self.batch == 0:
                 raise DataError(
-                    f"epoch {self.epoch} gave no batch of {self.batch_size} {self.what}; use a smaller "
+                    f"epoch {self.epoch} gave no batch of {self.batch_size} {self.encode.unit}; use a smaller "
                     "data.batch_size, trainer.last_batch='keep', or data that can be read again"
                 )
             self.epoch, self.batch, self.used, self.read_digest = self.epoch + 1, 0, 0, 0
             self._block = None
-            if (
-                self.kind != "rows"
-                and isinstance(self.encode, RowEncoder)
-                and (counts := self.encode.describe_counts())
-            ):
+            if self.kind != "rows" and self.encode.unit == "rows" and (counts := self.encode.describe_counts()):
                 log.warning("%s", counts)
             if self.once:
                 return
@@ -503,20 +494,20 @@ class PromptStream:
         self.used, self.read_digest = self.used + 1, chain_checksum(item, self.read_digest)
 
     def _encode(self, row: Any, number: int) -> Any:
-        return row if self.encode is None else self.encode(row, number)
+        return self.encode(row, number)
 
 
-def encode_all(rows: Any, encode: Encode, what: str) -> Sequence[Any]:
+def encode_all(rows: Any, encode: Encoder[Any]) -> Sequence[Any]:
     """Encodes all rows, leaves out the dropped ones, and logs its progress.
 
-    Args: rows: must have a length. encode: the encoder of a row. what: the name of the rows, for the log.
+    Args: rows: must have a length. encode: the encoder of a row.
     Raises: DataError: rows over a limit, after the last row; any other wrong row at once.
     """
     out, last_logged = [], time.monotonic()
     parts, ends = [out], set()
     if isinstance(rows, MixedRows):
         ends = set(accumulate(len(part) for part in rows.parts[:-1]))
-    with encode.all_rows() if isinstance(encode, PromptEncoder | RowEncoder) else nullcontext():
+    with encode.all_rows():
         for place, encoded in enumerate(_encoded(rows, encode)):
             if place in ends:
                 parts.append(out := [])
@@ -524,19 +515,15 @@ def encode_all(rows: Any, encode: Encode, what: str) -> Sequence[Any]:
                 out.append(encoded)
             if time.monotonic() - last_logged > LOG_INTERVAL_S:
                 last_logged = time.monotonic()
-                log.info("encoded %d of %d %s", place + 1, len(rows), what)
+                log.info("encoded %d of %d %s", place + 1, len(rows), encode.unit)
     return rows.with_parts(parts) if isinstance(rows, MixedRows) else out
 
 
-def _encoded(rows: Any, encode: Encode) -> Iterator[Any]:
-    """Yields the encoded rows, in order; an encoder gets them in batches, so that it calls the tokenizer once per
+def _encoded(rows: Any, encode: Encoder[Any]) -> Iterator[Any]:
+    """Yields the encoded rows, in order; the encoder gets them in batches, so that it calls the tokenizer once per
     batch.
     """
-    items = iterate_rows(rows, "the data")
-    if not isinstance(encode, PromptEncoder | RowEncoder):
-        yield from (encode(row, place) for place, row in enumerate(items))
-        return
-    place = 0
+    items, place = iterate_rows(rows, "the data"), 0
     while batch := list(islice(items, ENCODE_BATCH)):
         yield from encode.encode_batch(batch, place)
         place += len(batch)

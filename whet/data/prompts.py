@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from whet.data.encoder import Encoder
 from whet.data.lengths import LengthStats
 from whet.data.row_schema import (
     EMPTY_PROMPT,
@@ -98,7 +99,7 @@ class _PromptRow(NamedTuple):
     """Arguments of the chat template."""
 
 
-class PromptEncoder:
+class PromptEncoder(Encoder[Prompt]):
     """Encodes rows as Prompts, and counts the dropped and truncated ones.
 
     A text is tokenised as it is, with the tokenizer's own special tokens (e.g. bos). A list of messages is rendered by
@@ -111,6 +112,8 @@ class PromptEncoder:
     >>> p.tokens.tolist(), p.source, p.columns, p.row
     ([50, 43, 50, 61], '2+2=', {'answer': 4}, 7)
     """
+
+    unit, takes_batches = "prompts", True
 
     def __init__(
         self,
@@ -200,25 +203,16 @@ class PromptEncoder:
         """The length of each prompt, before it is truncated or dropped."""
         self._warned_of_empty = False
 
-    def __call__(self, row: Mapping[str, Any] | Prompt, number: int = 0) -> Prompt | None:
-        """Returns one row as a Prompt.
-
-        Args:
-            row: column -> value; or an encoded Prompt, and then only its length is checked again.
-            number: the row's index in the data set.
-        Returns: the Prompt; None = it is too long, and on_long_prompt is "drop".
-        Raises: DataError: no prompt column, no text, images, too long, no tokens, a template that changes the text or
-            omits tools, or an answer where a prompt is expected. ConfigError: no chat template.
-        """
-        if isinstance(row, Prompt):
-            return self._apply_limit(row)
-        return self.encode_batch([row], number)[0]
-
     def encode_batch(self, rows: Sequence[Any], first: int = 0) -> list[Prompt | None]:
         """Encodes several rows with one call of the tokenizer; the results are those of one row after the other.
 
-        Args: rows: see `__call__`. first: the index of the first row in the data set.
-        Raises: see `__call__`; the error is that of the first wrong row.
+        Args:
+            rows: mappings from column to value; or encoded Prompts, and then only their length is checked again.
+            first: the index of the first row in the data set.
+        Returns: Prompts; None = the row is too long, and on_long_prompt is "drop".
+        Raises: the error of the first wrong row. DataError: no prompt column, no text, images, too long, no tokens, a
+            template that changes the text or omits tools, or an answer where a prompt is expected. ConfigError: no
+            chat template.
         """
         read: list[_PromptRow] = []
         texts: list[str] = []

@@ -15,6 +15,7 @@ import numpy as np
 
 from whet.config.data import SupervisedDataConfig
 from whet.data.conversations import Rendering, make_rendered_sequence, make_sequence, render_as_one, render_turns
+from whet.data.encoder import Encoder
 from whet.data.lengths import LengthPolicy
 from whet.data.row_schema import (
     EMPTY_PROMPT,
@@ -88,7 +89,7 @@ class AnswerText:
     """The messages of the rendering."""
 
 
-class RowEncoder:
+class RowEncoder(Encoder[Example]):
     """Encodes rows as Examples by the settings of section data, and counts the rows by their treatment.
 
     `counts`: encoded rows, and of these forked (several sequences), truncated, changed (by the template, accepted) and
@@ -121,21 +122,13 @@ class RowEncoder:
         self.counts = dict.fromkeys(("encoded", "forked", "truncated", "changed", "repeating", "dropped", "empty"), 0)
         self._warned_of_empty = False
 
-    def __call__(self, row: Mapping[str, Any], number: int = 0) -> Example | None:
-        """Encodes one row as an Example.
-
-        Args: row: column -> value. number: the row's index in the data set.
-        Returns: the Example; None = the row is left out, because it is too long or has nothing to train.
-        Raises: DataError: an unknown form of row, a template that changes the row's text, a row that is too long, or
-            one with nothing to train. ConfigError: no chat template, or no eos token.
-        """
-        return self.encode_batch([row], number)[0]
-
     def encode_batch(self, rows: Sequence[Any], first: int = 0) -> list[Example | None]:
         """Encodes several rows with one call of the tokenizer; the results are those of one row after the other.
 
-        Args: rows: see `__call__`. first: the index of the first row in the data set.
-        Raises: see `__call__`; the error is that of the first wrong row.
+        Args: rows: mappings from column to value. first: the index of the first row in the data set.
+        Returns: Examples; None = the row is left out, because it is too long or has nothing to train.
+        Raises: the error of the first wrong row. DataError: an unknown form of row, a template that changes the row's
+            text, a row that is too long, or one with nothing to train. ConfigError: no chat template, or no eos token.
         """
         rendered: list[tuple[int, RowAnswers, list[list[TrainSequence | AnswerText]]]] = []
         error: Exception | None = None

@@ -1,11 +1,9 @@
-"""The parts of a policy's objective that change between steps: two coefficients, and the reference.
+"""KLController: the coefficients of a policy's objective that change between steps.
 
     β   after each step, by the KL of its samples          target_kl
     c   after each update, by the entropy of its tokens    use_adaptive_entropy
-    π_ref  every ref_model_sync_steps steps                sync_ref_model
 
-A KLController holds three numbers, which checkpoints save. It also computes the KL outside the loss, in the reward or
-in the advantage.
+It holds three numbers, which checkpoints save. kl_penalty.py applies β outside the loss.
 """
 
 from __future__ import annotations
@@ -14,16 +12,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
-from whet.cluster import RLCluster
-from whet.config import PolicyConfig, Role
-from whet.learners.from_config import kl_estimate
+from whet.config import PolicyConfig
+from whet.learners.kl_penalty import sampled_kl
 from whet.metrics import Last, Mean, Metric
-from whet.ops import adapted_beta, kl_rewards, sequence_mean_kl
+from whet.ops import adapted_beta, sequence_mean_kl
 from whet.types import TokenBatch
 
-__all__ = ["MEASURED_ENTROPY", "KLController", "move_reference"]
+__all__ = ["MEASURED_ENTROPY", "KLController"]
 
 MEASURED_ENTROPY = "entropy/token_mean"
 """The metric of an update that controls an adaptive entropy bonus."""
@@ -57,30 +52,6 @@ class KLController:
         """Whether the KL of the policy that sampled is needed, and so its logprobs."""
         c = self.config
         return bool(c.beta) and (c.kl_type != "loss" or c.target_kl is not None)
-
-    def sampled_kl(self, batch: TokenBatch, beta: float) -> Tensor:
-        """−β KL(π_old, π_ref) at each token, [S]. Raises DataError: the batch has no old or reference logprobs."""
-        return kl_rewards(
-            batch.need("old_logprobs"),
-            batch.need("ref_logprobs"),
-            mask=batch.mask,
-            beta=beta,
-            kl_loss_mode=kl_estimate(self.config),
-            kl_clamp_value=self.config.kl_clamp_value,
-        )
-
-    def in_reward(self, batch: TokenBatch) -> TokenBatch:
-        """Returns a scored batch with the KL subtracted from its `token_rewards`, with kl_type="reward"."""
-        if self.config.kl_type != "reward" or not self.config.beta:
-            return batch
-        rewards, penalty = batch.token_rewards, self.sampled_kl(batch, self.beta)
-        return batch.replace(token_rewards=penalty if rewards is None else rewards + penalty)
-
-    def in_advantage(self, batch: TokenBatch) -> TokenBatch:
-        """Returns a batch with the KL subtracted from its `advantages`, with kl_type="advantage"."""
-        if self.config.kl_type != "advantage" or not self.config.beta:
-            return batch
-        return batch.replace(advantages=batch.need("advantages") + self.sampled_kl(batch, self.beta))
 
     @property
     def has_entropy_bonus(self) -> bool:
@@ -116,7 +87,7 @@ class KLController:
         c, used, number = self.config, self.beta, batch.num_sequences
         if not self.needs_sampled_kl:
             return {}
-        each = self.sampled_kl(batch, -1.0)
+        each = sampled_kl(c, batch, -1.0)
         kl = sequence_mean_kl(each, mask=batch.mask, sequence=batch.sequence, num_sequences=number)
         if c.target_kl is not None and not math.isnan(kl):
             self.beta = adapted_beta(used, kl, target_kl=c.target_kl, num_sequences=number, kl_horizon=c.kl_horizon)
@@ -135,18 +106,3 @@ class KLController:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores `state`."""
         self.beta, self.entropy_coef, self.entropy = state["beta"], state["entropy_coef"], state["entropy"]
-
-
-def move_reference(cluster: RLCluster, config: PolicyConfig, step: int) -> None:
-    """Moves the reference towards the policy at the end of a step, with sync_ref_model.
-
-    π_ref ← α π + (1 − α) π_ref, on the weights, every ref_model_sync_steps steps. A step is one rollout, however many
-    updates follow it.
-    Args: step: counted from 1.
-    Source: TR-DPO, arXiv:2404.09656; TRL's sync_ref_model, which counts optimizer steps. A step here has num_iterations
-        times the mini-batches of a rollout of those.
-    """
-    if config.sync_ref_model and step % config.ref_model_sync_steps == 0:
-        cluster.worker(Role.REFERENCE).load_weights(
-            cluster.actor.named_weights(), mixup_alpha=config.ref_model_mixup_alpha
-        )

@@ -32,7 +32,8 @@ from whet.learners.from_config import (
     objective_checks,
     resolve_name,
 )
-from whet.learners.kl_controller import MEASURED_ENTROPY, KLController, move_reference
+from whet.learners.kl_controller import MEASURED_ENTROPY, KLController
+from whet.learners.kl_penalty import kl_penalty_in_advantage, kl_penalty_in_reward
 from whet.learners.sampler_mismatch import compare_sampler, with_ess
 from whet.learners.step import Step
 from whet.learners.step_metrics import (
@@ -254,7 +255,7 @@ class PolicyLearner(RLLearner):
                 batch = batch.replace(ref_logprobs=cluster.worker(Role.REFERENCE).logprobs(batch).logprobs)
         if self.needs_teacher:
             batch = with_teacher(cluster, batch, self.teacher_column or "")
-        return step.replace(batch=self.kl_controller.in_reward(batch))
+        return step.replace(batch=kl_penalty_in_reward(self.algo_config, batch, self.kl_controller.beta))
 
     def old_logprobs_from(self, num_groups: int, stale: Sequence[int] = ()) -> Literal["trainer", "sampler", "nowhere"]:
         """Returns where old log-probabilities come from; "nowhere": none are needed, since the ratio is exactly 1.
@@ -330,7 +331,7 @@ class PolicyLearner(RLLearner):
         batch = step.batch
         x = advantage_inputs(batch, step.rewards, clip=self.algo_config.reward_clip_range)
         batch = batch.replace(advantages=estimate(self.estimator, x))
-        batch = self.kl_controller.in_advantage(batch)
+        batch = kl_penalty_in_advantage(self.algo_config, batch, self.kl_controller.beta)
         return step.replace(batch=batch).log(advantage_metrics(batch))
 
     def update(self, step: Step, mini: TokenBatch) -> Step:
@@ -388,8 +389,23 @@ class PolicyLearner(RLLearner):
         """
         step = step.replace(batch=self.token_stats.finish(step.batch))
         step = step.log(self.kl_controller.after_step(step.batch))
-        move_reference(self.cluster, self.algo_config, step.index)
+        self.sync_ref_model(step.index)
         super().after_step(run, step)
+
+    def sync_ref_model(self, step: int) -> None:
+        """Moves the reference towards the policy at the end of a step, with sync_ref_model.
+
+        π_ref ← α π + (1 − α) π_ref, on the weights, every ref_model_sync_steps steps. A step is one rollout, however
+        many updates follow it.
+        Args: step: counted from 1.
+        Source: TR-DPO, arXiv:2404.09656; TRL's sync_ref_model, which counts optimizer steps. A step here has
+            num_iterations times the mini-batches of a rollout of those.
+        """
+        c = self.algo_config
+        if c.sync_ref_model and step % c.ref_model_sync_steps == 0:
+            self.cluster.worker(Role.REFERENCE).load_weights(
+                self.cluster.actor.named_weights(), mixup_alpha=c.ref_model_mixup_alpha
+            )
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """Returns the run, as RLLearner's. Raises ConfigError: a coefficient can't move, or checkpoints would not hold

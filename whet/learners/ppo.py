@@ -32,6 +32,7 @@ from whet.config import DataConfig, PPOConfig, Role
 from whet.config.base import check_instance
 from whet.errors import ConfigError
 from whet.learners.from_config import advantage_inputs, bind_fields, other_field
+from whet.learners.kl_penalty import kl_penalty_in_advantage, sampled_kl
 from whet.learners.policy import PolicyLearner, with_trained_tokens
 from whet.learners.step import Step
 from whet.learners.step_metrics import advantage_metrics, average_over_known, value_metrics
@@ -156,10 +157,10 @@ class PPOLearner(PolicyLearner):
         else:
             advantages = estimate(self.estimator, x)
         batch = step.batch.replace(advantages=advantages, returns=returns.float())
-        batch = with_has_reward(self.kl_controller.in_advantage(batch), step.rewards)
+        batch = with_has_reward(kl_penalty_in_advantage(c, batch, self.kl_controller.beta), step.rewards)
         step = step.replace(batch=batch).log(advantage_metrics(batch)).log(value_metrics(x, batch))
         if c.beta and c.kl_type == "reward":
-            penalty = self.kl_controller.sampled_kl(batch, -self.kl_controller.beta)[batch.mask].double()
+            penalty = sampled_kl(c, batch, -self.kl_controller.beta)[batch.mask].double()
             step = step.log({"rewards/reward_kl_penalty": Mean(float(penalty.sum()), len(penalty))})
         return step
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from whet.config import Mode, PreferenceConfig, RewardModelConfig, Role
 from whet.config.base import check_instance
 from whet.config.model import REWARD_LR
+from whet.data.encoder import Encoder
 from whet.data.preference import PreferenceEncoder, ScoredPairEncoder, UnpairedEncoder
 from whet.errors import ConfigError, DataError
 from whet.learners.preference_from_config import (
@@ -29,7 +30,7 @@ from whet.learners.preference_from_config import (
 )
 from whet.learners.step import ExampleStep
 from whet.learners.supervised import ROWS_AT_ONCE, SupervisedLearner
-from whet.learners.supervised_task import Encoder, SupervisedTask
+from whet.learners.supervised_task import SupervisedTask
 from whet.metrics import Last, Mean, Metric
 from whet.ops.preference import REWARD_REDUCTIONS, StepPasses, mismatched_rows
 from whet.run.run import Run
@@ -69,7 +70,7 @@ class RewardModelLearner(SupervisedLearner[RewardModelConfig]):
         """Ln 2, the loss of a coin, where the loss is bradley_terry."""
         return math.log(2) if self.algo_config.loss_type == "bradley_terry" else None
 
-    def encoder(self) -> Encoder:
+    def encoder(self) -> Encoder[Example]:
         """Pairs, with their margins where the rows have them."""
         return ScoredPairEncoder(self.models.tokenizer, self.data)
 
@@ -142,7 +143,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         c = self.algo_config
         return math.log(2) if c.loss_type == ("sigmoid",) and c.loss_weights is None else None
 
-    def encoder(self) -> Encoder:
+    def encoder(self) -> Encoder[Example]:
         """Pairs, or answers with a label."""
         kind = PreferenceEncoder if self.paired else UnpairedEncoder
         return kind(self.models.tokenizer, self.data)

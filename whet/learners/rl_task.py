@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
@@ -11,28 +10,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from whet.config import Mode, Role, dump_tree
-from whet.data.checksums import compute_checksums
 from whet.data.lengths import LengthStats, check_prompt_lengths
 from whet.data.preview import prompt_lines
 from whet.data.prompt_stream import PromptStream, batch_to_rows
 from whet.data.prompts import PromptEncoder
-from whet.data.sources import load_rows
 from whet.data.text_parts import decode_ids
 from whet.envs.agent import load_agent
-from whet.errors import DataError
 from whet.learners.diagnostics import Diagnostics
+from whet.learners.learner_task import LearnerTask, check_vocabulary
 from whet.learners.show_samples import describe_sample
 from whet.learners.step import Step
 from whet.learners.step_metrics import completion_columns, evaluation_metrics
 from whet.metrics import flat
 from whet.models.modes import max_positions
 from whet.rewards.manager import RewardManager
-from whet.run.provenance import record_inputs
 from whet.run.run import Run
-from whet.run.task import Task
 from whet.train.rehearsal import rehearse
 from whet.types import Prompt
-from whet.util.references import is_ref
 
 if TYPE_CHECKING:
     from whet.learners.base import RLLearner
@@ -42,7 +36,7 @@ __all__ = ["RLTask"]
 log = logging.getLogger("whet")
 
 
-class RLTask(Task):
+class RLTask(LearnerTask):
     """A reinforcement learner's part of its run.
 
     Args: learner: the run's. eval_ds: rows, batches or a reference to them; None = no evaluation.
@@ -51,49 +45,33 @@ class RLTask(Task):
     required_state = ("cluster", "diagnostics", "learner")
 
     def __init__(self, learner: RLLearner, eval_ds: Any = None) -> None:
+        super().__init__(learner, learner.cluster, learner.config, eval_ds)
         self.learner, self.cluster = learner, learner.cluster
-        self.eval_ds = eval_ds
-        self.has_evaluation = eval_ds is not None
         self.diagnostics = Diagnostics(
             self.cluster,
             learns_from_rewards=learner.learns_from_rewards,
             bands=learner.config.warn_when,
             templated=learner.data.apply_chat_template,
         )
-        self._eval_prompts: list[Prompt] | None = None
 
     # ---- data ----------------------------------------------------------------------------------------------------
 
-    def stream(self, train_ds: Any) -> PromptStream:
-        """Returns the training prompts in their order.
+    def encoder(self, mode: Mode) -> PromptEncoder:
+        """Returns the learner's encoder of a mode."""
+        return self.learner.encoder(mode)
 
-        Args: train_ds: rows, batches or a reference to them.
-        Raises: ConfigError: sizes that don't divide, a reward that lacks a column. DataError: prompts that can't fit.
-        """
-        learner, c = self.learner, self.learner.config
-        stream = PromptStream(
-            load_rows(train_ds, split=learner.data.split),
-            batch_size=learner.data.batch_size,
-            seed=c.seed if c.data_shuffle_seed is None else c.data_shuffle_seed,
-            shuffle=learner.data.shuffle if learner.data.shuffle is False else None,
-            num_epochs=1 if c.num_epochs is None and not c.max_steps else c.num_epochs,
-            last_batch=c.last_batch,
-            shuffle_buffer=learner.data.shuffle_buffer,
-            encode=(encode := learner.encoder(Mode.TRAIN)),
-            prompt_column=learner.data.prompt_column,
-        )
-        log.info("data: %s", "; ".join(filter(None, (stream.describe(), encode.describe_counts()))))
-        self._show_first(stream, encode)
-        if stream.kind == "rows":
-            self._check_fit(stream.source, Mode.TRAIN)
-            if isinstance(learner.reward_manager, RewardManager):
-                learner.reward_manager.check(list(stream.source[0].columns))
-                learner.reward_manager.check_answers((p.row, p.columns) for p in stream.source)
-        c.check_batch_sizes(stream.batch_size)
+    def stream(self, train_ds: Any) -> PromptStream:
+        """Returns the training prompts in their order, checked against the rewards. Args, Raises: see LearnerTask."""
+        stream, manager = super().stream(train_ds), self.learner.reward_manager
+        if stream.kind == "rows" and isinstance(manager, RewardManager):
+            manager.check(list(stream.source[0].columns))
+            manager.check_answers((p.row, p.columns) for p in stream.source)
+        self.config.check_batch_sizes(stream.batch_size)
         return stream
 
-    def _show_first(self, stream: PromptStream, encode: PromptEncoder) -> None:
+    def show_first(self, stream: PromptStream, rows: Any) -> None:
         """Logs the first prompt as the model receives it."""
+        encode = self.encoder(Mode.TRAIN)
         if stream.kind == "rows":
             prompt = stream.source[0]
         else:
@@ -104,32 +82,20 @@ class RLTask(Task):
             log.info("first prompt, %s", "\n".join(prompt_lines(encode, prompt)))
 
     def prepare(self) -> None:
-        """Encodes the evaluation data."""
-        if not self.has_evaluation or self._eval_prompts is not None:
-            return
-        rows = load_rows(self.eval_ds, split=None)
-        encode, column = self.learner.encoder(Mode.EVAL), self.learner.data.prompt_column
-        stream = PromptStream(rows, batch_size=1, shuffle=False, last_batch="keep", encode=encode, prompt_column=column)
-        prompts = [p for batch in stream for p in batch]
-        self._check_fit(prompts, Mode.EVAL)
-        if isinstance(manager := self.learner.reward_manager, RewardManager):
-            manager.check_answers(((p.row, p.columns) for p in prompts), "evaluation rows")
-        log.info("evaluation data: %s", "; ".join(filter(None, (f"{len(prompts)} prompts", encode.describe_counts()))))
-        self._eval_prompts = prompts
+        """Encodes the evaluation data, and checks the answers."""
+        is_new = self._evaluated is None
+        super().prepare()
+        if is_new and self._evaluated and isinstance(manager := self.learner.reward_manager, RewardManager):
+            manager.check_answers(((p.row, p.columns) for p in self._evaluated), "evaluation rows")
 
-    def _check_fit(self, prompts: Sequence[Prompt], mode: Mode) -> None:
+    def check_fit(self, items: Sequence[Prompt], mode: Mode = Mode.TRAIN) -> None:
         """Raises DataError: a prompt leaves no room for its completion, or has an id that the model does not know."""
-        config, module = self.cluster.rollout_for(mode), self.cluster.actor.module
-        longest = max(prompts, key=lambda p: len(p.tokens)).row if prompts else None
-        lengths = LengthStats(len(p.tokens) for p in prompts)
-        check_prompt_lengths(lengths, max_positions(module), config.max_tokens_to_generate, row=longest)
-        vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
-        for p in prompts:
-            if (highest := int(p.tokens.max())) >= vocabulary:
-                raise DataError(
-                    f"row {p.row}: token {highest} is outside the model's vocabulary of {vocabulary}; the tokenizer is "
-                    "another model's: set tokenizer to this one's"
-                )
+        config, actor = self.cluster.rollout_for(mode), self.cluster.actor
+        longest = max(items, key=lambda p: len(p.tokens)).row if items else None
+        lengths = LengthStats(len(p.tokens) for p in items)
+        check_prompt_lengths(lengths, max_positions(actor.module), config.max_tokens_to_generate, row=longest)
+        for p in items:
+            check_vocabulary(p.row, int(p.tokens.max()), actor.loaded.num_ids)
 
     def rehearse(self) -> None:
         """Runs the largest update, next to the memory of the cache of a whole rollout in the embedded engine."""
@@ -140,33 +106,19 @@ class RLTask(Task):
             completion = max(1, positions - prompt)
         kv_tokens = 0
         if self.cluster.cluster_config.rollout_engine == "embedded":
-            learner, algo = self.learner, self.learner.algo_config
-            rows = (learner.config.rollout_micro_batch_size or learner.data.batch_size) * getattr(
-                algo, "num_generations", 1
-            )
-            rows = min(rollout.max_batch_size, max(rows, len(self._eval_prompts or ())))
+            learner = self.learner
+            rows = (self.config.rollout_micro_batch_size or learner.data.batch_size) * learner.num_generations
+            rows = min(rollout.max_batch_size, max(rows, len(self._evaluated or ())))
             kv_tokens = rollout.kv_cache_tokens or rows * (prompt + completion)
         rehearse(self.cluster, prompt, completion, kv_tokens=kv_tokens)
 
     # ---- settings and inputs ----------------------------------------------------------------------------
 
-    def settings(self) -> dict[str, Any]:
-        """Returns the whole configuration as plain containers."""
-        return dump_tree(self.sections())
-
-    def sections(self) -> Any:
-        """Returns the whole configuration, or its sections; models that were given as modules have none."""
-        learner, cluster = self.learner, self.cluster
-        if learner.settings is not None:
-            return learner.settings
-        roles = {role.value: worker.config for role, worker in cluster.workers.items()}
+    def own_sections(self) -> Mapping[str, Any]:
+        """Returns the sections of sampling."""
         return {
-            **{name: given for name, given in roles.items() if given is not None},
-            "algo": learner.algo_config,
-            "data": learner.data,
-            "rollout": cluster.rollout_for(Mode.TRAIN),
-            "rollout_engine": cluster.cluster_config.rollout_engine,
-            "trainer": learner.config,
+            "rollout": self.cluster.rollout_for(Mode.TRAIN),
+            "rollout_engine": self.cluster.cluster_config.rollout_engine,
         }
 
     def extra_settings(self) -> dict[str, Any]:
@@ -182,21 +134,9 @@ class RLTask(Task):
             }
         }
 
-    def inputs(self) -> dict[str, Any]:
-        """Models, tokenizer, evaluation prompts and the user's functions."""
-        prompts, cluster = self._eval_prompts, self.cluster
-        return record_inputs(
-            cluster.workers,
-            cluster.tokenizer,
-            functions=self._functions(),
-            evaluation=None if prompts is None else [len(prompts), *compute_checksums(prompts)],
-            stop_ids=cluster.eos_ids,
-        )
-
-    def _functions(self) -> Iterator[tuple[str, Any]]:
-        """Yields the user's functions and classes that a run calls: (description, function)."""
+    def own_functions(self) -> Iterator[tuple[str, Any]]:
+        """Yields the functions of rewards, environments, agents, metrics and losses: (description, function)."""
         learner = self.learner
-        yield f"the learner {type(learner).__name__}", type(learner)
         manager = learner.reward_manager
         if type(manager) is not RewardManager:
             yield "the reward manager", manager
@@ -209,20 +149,12 @@ class RLTask(Task):
             yield "the agent", load_agent(agent)
         yield from ((f"metric function {n}", fn) for n, fn in enumerate(learner.metric_fns))
         yield from ((f"the loss of the {role.value}", t.loss) for role, t in learner.cluster.trainers.items())
-        for field in dataclasses.fields(learner.algo_config):
-            value = getattr(learner.algo_config, field.name)
-            if callable(value) or (isinstance(value, str) and is_ref(value)):
-                yield f"algo.{field.name}", value
 
     def expected_metrics(self) -> tuple[str, ...]:
         """Returns the metrics of rewards: of the total, of each function, and the accuracy."""
         manager = self.learner.reward_manager
         each = [f"rewards/{name}" for name in manager.fns] if isinstance(manager, RewardManager) else []
         return ("reward", "accuracy", "reward_max", "reward_min", *each, *(f"{name}/mean" for name in each))
-
-    def planned_passes(self, batch_size: int) -> dict[str, str]:
-        """See RLLearner."""
-        return self.learner.planned_passes(batch_size)
 
     def total_updates(self, role: Role, steps: int, batch_size: int) -> int:
         """See RLLearner."""
@@ -275,7 +207,7 @@ class RLTask(Task):
         """
         learner, cluster = self.learner, self.cluster
         self.prepare()
-        prompts = self._eval_prompts or []
+        prompts = self._evaluated or []
         started = time.monotonic()
         with cluster.trace.span("eval"):
             groups = learner.rollout(prompts, step=step, mode=Mode.EVAL)

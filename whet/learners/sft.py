@@ -10,13 +10,13 @@ from torch import Tensor
 from whet.config import SFTConfig
 from whet.config.base import check_instance
 from whet.config.model import SFT_LR
+from whet.data.encoder import Encoder
 from whet.data.supervised import SFTEncoder
 from whet.learners.from_config import bind_fields, check_call, other_field
 from whet.learners.supervised import SupervisedLearner
-from whet.learners.supervised_task import Encoder
 from whet.ops import LOSS_AGG_MODES, SFT_LOSSES
 from whet.train.supervised_models import SupervisedModels
-from whet.types import LossInputs
+from whet.types import Example, LossInputs
 from whet.util.references import resolve_name
 
 __all__ = ["SFTLearner"]
@@ -54,7 +54,7 @@ class SFTLearner(SupervisedLearner[SFTConfig]):
             return None
         return math.log(self.models.trained.loaded.num_ids)
 
-    def encoder(self) -> Encoder:
+    def encoder(self) -> Encoder[Example]:
         """Conversations, prompts with responses, or plain text."""
         return SFTEncoder(self.models.tokenizer, self.data)
 

@@ -22,14 +22,15 @@ import torch
 
 from whet.config import SupervisedConfig, SupervisedDataConfig
 from whet.config.model import USUAL_LR
+from whet.data.encoder import Encoder
 from whet.errors import ConfigError
 from whet.learners.step import ExampleStep
-from whet.learners.supervised_task import Encoder, SupervisedTask
+from whet.learners.supervised_task import SupervisedTask
 from whet.metrics import Sum, flat
 from whet.run.observer import Observer
 from whet.run.run import Run
 from whet.train.supervised_models import SupervisedModels
-from whet.types import TokenBatch
+from whet.types import Example, TokenBatch
 
 __all__ = ["SupervisedLearner"]
 
@@ -120,7 +121,7 @@ class SupervisedLearner(Generic[C]):
 
     # ---- the stages ----------------------------------------------------------------------------------------------
 
-    def encoder(self) -> Encoder:
+    def encoder(self) -> Encoder[Example]:
         """Returns the encoder that turns rows into examples."""
         raise NotImplementedError
 

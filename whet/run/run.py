@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from whet.config import CheckpointingOptions, Mode, TrainingConfig
 from whet.errors import CheckpointError, ConfigError, DataError, RolloutStopped, WhetError, format_exception
@@ -54,19 +54,11 @@ from whet.util.memory import peak_memory
 
 if TYPE_CHECKING:
     from whet.data.prompt_stream import PromptStream
+    from whet.learners.step import BaseStep
 
-__all__ = ["Run", "StepRecord"]
+__all__ = ["Run"]
 
 log = logging.getLogger("whet")
-
-
-class StepRecord(Protocol):
-    """A step as the learner passes it on to observers."""
-
-    @property
-    def index(self) -> int:
-        """The number of the step, from 1."""
-        ...
 
 
 class Run:
@@ -312,7 +304,7 @@ class Run:
     def _is_done(self) -> bool:
         return self.config.max_steps is not None and self.step >= self.config.max_steps
 
-    def end_step(self, step: StepRecord, metrics: Mapping[str, float], *, num_tokens: int) -> None:
+    def end_step(self, step: BaseStep, metrics: Mapping[str, float], *, num_tokens: int) -> None:
         """Writes the step's row, notifies the observers, and evaluates and saves if that is due or requested.
 
         Args: step: for the observers. metrics: of the row. num_tokens: the number of tokens that it trained on.

@@ -80,6 +80,7 @@ class RoleWorkers:
 
     tokenizer: Any
     checkpoints: Checkpoints
+    eos_ids: tuple[int, ...]
 
     def __init__(
         self,

@@ -1,123 +1,10 @@
 """Tunix's names: `from whet.tunix import RLCluster, GRPOLearner, ...` is the changed line of a Tunix program.
 
-What each is here, and what is not there: docs/from-tunix.md. The names are imported when they are first used.
+What each is here, and what is not there: docs/from-tunix.md. The names are in __init__.pyi, and are imported when they
+are first used.
 """
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from whet.config import LoraConfig, Mode, OptimConfig, RoleConfig
-    from whet.tunix import common
-    from whet.tunix.agentic import AgenticGRPOConfig, AgenticGRPOLearner
-    from whet.tunix.base_rollout import BaseRollout, TokenizerAdapter
-    from whet.tunix.cluster import RLCluster, RLEngine
-    from whet.tunix.configs import (
-        AlgorithmConfig,
-        CacheConfig,
-        CheckpointingOptions,
-        ClusterConfig,
-        DAPOConfig,
-        DrGRPOConfig,
-        GRPOConfig,
-        GrpoConfig,
-        MetricsLoggerOptions,
-        PerfMetricsOptions,
-        PPOConfig,
-        PpoConfig,
-        ProfilerOptions,
-        RLTrainingConfig,
-        RolloutConfig,
-        TrainingConfig,
-    )
-    from whet.tunix.learners import GRPOLearner, GrpoLearner, MetricFn, PPOLearner, PpoLearner, RewardFn
-    from whet.tunix.metrics_buffer import MetricsBuffer
-    from whet.tunix.padded import RolloutOutput, TrainExample
-    from whet.tunix.perf import PerfMetricsConfig, PerfMetricsExport
-    from whet.tunix.roles import Role
-    from whet.tunix.trainer import DataHooks, Trainer, TrainingHooks
-    from whet.tunix.workers import InferenceWorker, Sampler, Tokenizer, VanillaRollout
-
-__all__ = [
-    "AgenticGRPOConfig",
-    "AgenticGRPOLearner",
-    "AlgorithmConfig",
-    "BaseRollout",
-    "CacheConfig",
-    "CheckpointingOptions",
-    "ClusterConfig",
-    "DAPOConfig",
-    "DataHooks",
-    "DrGRPOConfig",
-    "GRPOConfig",
-    "GRPOLearner",
-    "GrpoConfig",
-    "GrpoLearner",
-    "InferenceWorker",
-    "LoraConfig",
-    "MetricFn",
-    "MetricsBuffer",
-    "MetricsLoggerOptions",
-    "Mode",
-    "OptimConfig",
-    "PPOConfig",
-    "PPOLearner",
-    "PerfMetricsConfig",
-    "PerfMetricsExport",
-    "PerfMetricsOptions",
-    "PpoConfig",
-    "PpoLearner",
-    "ProfilerOptions",
-    "RLCluster",
-    "RLEngine",
-    "RLTrainingConfig",
-    "RewardFn",
-    "Role",
-    "RoleConfig",
-    "RolloutConfig",
-    "RolloutOutput",
-    "Sampler",
-    "Tokenizer",
-    "TokenizerAdapter",
-    "TrainExample",
-    "Trainer",
-    "TrainingConfig",
-    "TrainingHooks",
-    "VanillaRollout",
-    "common",
-]
-
-_MODULES = {
-    "whet.config": ("LoraConfig", "Mode", "OptimConfig", "RoleConfig"),
-    "whet.tunix.agentic": ("AgenticGRPOConfig", "AgenticGRPOLearner"),
-    "whet.tunix.base_rollout": ("BaseRollout", "TokenizerAdapter"),
-    "whet.tunix.cluster": ("RLCluster", "RLEngine"),
-    "whet.tunix.configs": (
-        "AlgorithmConfig",
-        "CacheConfig",
-        "CheckpointingOptions",
-        "ClusterConfig",
-        "DAPOConfig",
-        "DrGRPOConfig",
-        "GRPOConfig",
-        "GrpoConfig",
-        "MetricsLoggerOptions",
-        "PPOConfig",
-        "PerfMetricsOptions",
-        "PpoConfig",
-        "ProfilerOptions",
-        "RLTrainingConfig",
-        "RolloutConfig",
-        "TrainingConfig",
-    ),
-    "whet.tunix.learners": ("GRPOLearner", "GrpoLearner", "MetricFn", "PPOLearner", "PpoLearner", "RewardFn"),
-    "whet.tunix.metrics_buffer": ("MetricsBuffer",),
-    "whet.tunix.padded": ("RolloutOutput", "TrainExample"),
-    "whet.tunix.perf": ("PerfMetricsConfig", "PerfMetricsExport"),
-    "whet.tunix.roles": ("Role",),
-    "whet.tunix.trainer": ("DataHooks", "Trainer", "TrainingHooks"),
-    "whet.tunix.workers": ("InferenceWorker", "Sampler", "Tokenizer", "VanillaRollout"),
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+from whet.util.lazy_names import lazy_names
 
 ABSENT = {
     "CheckpointManager": "a run saves and resumes by itself: checkpoint_root_directory and checkpointing_options",
@@ -135,19 +22,4 @@ ABSENT = {
 """Public names of Tunix that are not here, and what does the same."""
 ABSENT |= {name.replace("DPO", "Dpo").replace("ORPO", "Orpo"): why for name, why in ABSENT.items()}
 
-
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    if name in ABSENT:
-        raise ImportError(f"whet.tunix has no {name}: {ABSENT[name]}")
-    if name == "common":
-        return import_module("whet.tunix.common")
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__, ABSENT)

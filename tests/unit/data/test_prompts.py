@@ -156,13 +156,13 @@ def test_all_rows_are_looked_at_before_those_over_the_limit_are_one_error(tokeni
         "raise it to 12, or set on_long_prompt to truncate_left or drop"
     )
     dropping = PromptEncoder(tokenizer, max_prompt_length=8, on_long_prompt="drop")
-    made = encode_all(rows, dropping, "prompts")
+    made = encode_all(rows, dropping)
     assert (
         len(made) == 18
         and dropping.describe_over_limit().startswith("2 of 20 rows")
         and "2 left out" in dropping.describe_counts()
     )
-    assert encode_all(made, PromptEncoder(tokenizer), "prompts") == made  # what is encoded is taken as it is
+    assert encode_all(made, PromptEncoder(tokenizer)) == made  # what is encoded is taken as it is
 
 
 @pytest.mark.parametrize("template", [False, True])
@@ -186,7 +186,7 @@ def test_the_tokenizer_is_called_once_for_a_stretch_of_rows(tokenizer, monkeypat
         method = getattr(type(tokenizer), name)
         monkeypatch.setattr(type(tokenizer), name, lambda *a, m=method, s=seen, **o: s.append(1) or m(*a, **o))
     encode = PromptEncoder(tokenizer, apply_chat_template=template)
-    assert len(encode_all([{"prompt": str(n)} for n in range(100)], encode, "prompts")) == 100
+    assert len(encode_all([{"prompt": str(n)} for n in range(100)], encode)) == 100
     assert [len(seen) for seen in calls.values()] == [1, renderings]
 
 

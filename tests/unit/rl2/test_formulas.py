@@ -11,6 +11,7 @@ from helpers import cluster, completion, length_reward, prompt, reward_batch, ro
 from whet.config import DataConfig, OptimConfig, PPOConfig, Role
 from whet.learners.from_config import advantage_inputs, bind_fields, make_estimator, make_objective
 from whet.learners.kl_controller import KLController
+from whet.learners.kl_penalty import kl_penalty_in_advantage, kl_penalty_in_reward
 from whet.learners.ppo import PPOLearner, _split_mini_batch
 from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns, aggregate, estimate, token_weights
 from whet.rl2.translate import translate_command
@@ -144,9 +145,9 @@ def test_the_critics_loss_is_rl2s(level):
 
 def whets(config, batch, rewards):
     control = KLController(config)
-    batch = control.in_reward(batch)
+    batch = kl_penalty_in_reward(config, batch, control.beta)
     batch = batch.replace(advantages=estimate(make_estimator(config), advantage_inputs(batch, rewards)))
-    return control.in_advantage(batch)
+    return kl_penalty_in_advantage(config, batch, control.beta)
 
 
 def rl2_rewards(batch, outcomes, coef=0.0, where=None, estimator="k1"):

@@ -3,6 +3,7 @@
 import copy
 import functools
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from helpers import cluster, length_reward, prompt, tiny_model
 from tokenizers import normalizers
 from torch import nn
 
-from whet.config import DataConfig, GRPOConfig
+from whet.config import DataConfig, GRPOConfig, Role, RoleConfig
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import CheckpointError
 from whet.learners.grpo import GRPOLearner
@@ -24,7 +25,7 @@ from whet.util.tensor_sums import BLOCK
 def reads(learner, prompts):
     """What a run of the learner notes, evaluating on prompts."""
     task = RLTask(learner)
-    task._eval_prompts = prompts
+    task._evaluated = prompts
     return task.inputs()
 
 
@@ -117,6 +118,13 @@ def learner():
 
 def _metrics(**_):
     return {}
+
+
+def test_the_sections_of_a_run_have_the_names_of_the_configuration(learner, monkeypatch):
+    judge = SimpleNamespace(config=RoleConfig(model="rm"))
+    monkeypatch.setitem(learner.cluster._workers, Role.REWARD, judge)
+    sections = RLTask(learner).sections()
+    assert sections["reward_model"] is judge.config and "reward" not in sections
 
 
 class Judge:

@@ -20,7 +20,6 @@ from whet.types import Example, TrainSequence
 
 __all__ = [
     "ExampleStream",
-    "IdentityEncoder",
     "LabelledSequence",
     "LazyRows",
     "PairOrIdsEncoder",
@@ -158,16 +157,6 @@ class TextPairEncoder(PreferenceEncoder):
         if not start:
             return super()._arrange(read, per_answer, number)
         return [[make_sequence([(answer[:start], False), (answer[start:], True)])] for answer in answers]
-
-
-class IdentityEncoder:
-    """The encoder of a learner that takes Examples as rows."""
-
-    counts: Mapping[Any, int] = {}
-
-    def __call__(self, row: Example, number: int = 0) -> Example:
-        """Returns the row unchanged."""
-        return row
 
 
 Pack = Callable[[Iterable[Example]], Iterator[Example]]

@@ -17,6 +17,7 @@ from datasets import Dataset
 from torch import nn
 
 from whet.config import Mode, RoleConfig, SupervisedDataConfig, SupervisedTrainingConfig
+from whet.data.encoder import FunctionEncoder
 from whet.data.supervised import RowEncoder
 from whet.errors import ConfigError
 from whet.learners.step import ExampleStep
@@ -24,7 +25,7 @@ from whet.learners.supervised import SupervisedLearner
 from whet.metrics import flat
 from whet.train.supervised_models import SupervisedModels
 from whet.trl.config.translate import training_fields
-from whet.trl.supervised.examples import ExampleStream, IdentityEncoder, Pack, make_examples
+from whet.trl.supervised.examples import ExampleStream, Pack, make_examples
 from whet.trl.supervised.predictions import compute_user_metrics
 from whet.trl.supervised.tokenizer import prepare_tokenizer, set_eos_token
 from whet.trl.trainer.data import check_dataset, check_evaluation, load_eval_sets
@@ -307,7 +308,7 @@ def learner_class(kind: type[SupervisedLearner[Any]]) -> Callable[..., Any]:
         make_task: Any
 
         def encoder(self) -> Any:
-            return IdentityEncoder()
+            return FunctionEncoder()  # the rows are Examples
 
         def new_task(self, eval_ds: Any = None) -> Any:
             return self.make_task(self)
