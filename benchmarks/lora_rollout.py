@@ -70,7 +70,7 @@ def one_round(engine: Any, args: argparse.Namespace, version: int) -> tuple[floa
     sampling = Sampling(max_tokens=args.new)
     count = args.prompts * args.generations
     start, used = time.perf_counter(), time.process_time()
-    engine.update(version)
+    engine.update_weights(version)
     engine.submit(
         [
             Request(

@@ -117,13 +117,13 @@ def _valid_share(worker: Any, tokenizer: Any, sft_task: SFTTask) -> float:
     from whet.data.prompts import PromptEncoder
     from whet.rollout import resolve_engine
     from whet.rollout.base import Sampling
-    from whet.rollout.driver import Rollouts, single_turns
+    from whet.rollout.driver import RolloutDriver, single_turns
 
     engine = resolve_engine("embedded")(worker.loaded)
     encode = PromptEncoder(tokenizer)
     prompts = [encode(row, i) for i, row in enumerate(demo.validation_rows()[: sft_task.checked])]
     sampling = Sampling(max_tokens=sft_task.max_tokens, temperature=0.0, stop_ids=(tokenizer.eos_token_id,))
-    groups = Rollouts(engine).run(single_turns(prompts, sampling))
+    groups = RolloutDriver(engine).run(single_turns(prompts, sampling))
     engine.close()
     texts = [tokenizer.decode(g.completions[0].tokens, skip_special_tokens=True) for g in groups]
     return sum(sft_task.valid(str(p.source), t) for p, t in zip(prompts, texts, strict=True)) / len(prompts)

@@ -160,7 +160,7 @@ def move(module):
 # ---- the engine ----------------------------------------------------------------------------------------------------
 
 
-def _move_engine(engine, fixed):
+def _move_engine(engine, pool):
     runner = engine._runner
     forward = runner.forward
     move(forward.loaded.module)
@@ -168,8 +168,8 @@ def _move_engine(engine, fixed):
     if isinstance(backbone, FusedBackbone):
         backbone._cos, backbone._sin = moved(backbone._cos), moved(backbone._sin)
         for block in backbone._blocks:
-            if block.qk_weight is not None:
-                object.__setattr__(block, "qk_weight", moved(block.qk_weight))
+            if block.qkv_weight is not None:
+                object.__setattr__(block, "qkv_weight", moved(block.qkv_weight))
             for norm in (block.before, block.after, *(block.qk_norms or ())):
                 norm._least = moved(norm._least)
         backbone._norm._least = moved(backbone._norm._least)
@@ -179,22 +179,22 @@ def _move_engine(engine, fixed):
     forward.device = runner.device = CUDA
     with MODE:
         runner.state = torch.zeros(*runner.state.shape, dtype=torch.long, device=CUDA)
-        if fixed:
-            engine._fix_shapes()
-            runner.graphs._captures = False
+        if pool:
+            engine._use_pool()
+            engine._runner.graphs._captures = False
         else:
             runner.layout = DecodeLayout(runner.completion_store, CUDA)
 
 
-def engine_case(family="qwen3", *, fixed=True, lengths=(40, 9), dtype=torch.bfloat16, lora=False,
-                prefill_tokens=8192, kv_cache_tokens=None, varlen=False, **sampling):  # fmt: skip
+def engine_case(family="qwen3", *, pool=True, lengths=(40, 9), dtype=torch.bfloat16, lora=False,
+                prefill_tokens=8192, kv_cache_tokens=None, **sampling):  # fmt: skip
     """Drains an engine. Returns: counts, and the most copies of a block of decode steps."""
     model = load_model(build(family, max_position_embeddings=512).to(dtype), dtype=dtype, lora=LORA if lora else None)
     options = {"prefill_tokens": prefill_tokens, "kv_cache_tokens": kv_cache_tokens}
     engine = EmbeddedEngine(model, max_batch=64, native=False, **options)
-    _move_engine(engine, fixed)
+    _move_engine(engine, pool)
     rng, blocks, ledger = np.random.RandomState(0), [], Ledger()
-    prefill.varlen_unsupported_reason = lambda case: None if varlen else "it is not what this case shows"
+    prefill.varlen_unsupported_reason = lambda case: None if pool else "it is not what this case shows"
 
     def read(tensors):
         fakes = to_host(tensors)
@@ -226,21 +226,21 @@ def engine_case(family="qwen3", *, fixed=True, lengths=(40, 9), dtype=torch.bflo
 
 ENGINE = {
     "plain": {},
-    "eager": {"fixed": False},
+    "stores": {"pool": False},
     "greedy": {"temperature": 0.0},
     "truncated": {"top_k": 20, "top_p": 0.95},
     "min-p": {"min_p": 0.1, "min_tokens": 4, "stop_ids": (3,), "forbidden_ids": (5, 6)},
     "penalty": {"repetition_penalty": 1.2},
     "logits": {"return_logits": True},
-    "moe": {"family": "qwen3_moe"},
+    "moe": {"family": "qwen3_moe", "pool": False},
     "lora": {"lora": True},
     "chunks": {"prefill_tokens": 16},
-    "varlen": {"prefill_tokens": 16, "varlen": True},
+    "store chunks": {"prefill_tokens": 16, "pool": False},
     "bounded": {"kv_cache_tokens": 128},
-    "fp32": {"dtype": torch.float32},
-    "gemma2": {"family": "gemma2"},
-    "gemma3": {"family": "gemma3"},
-    "gpt_oss": {"family": "gpt_oss"},
+    "fp32": {"dtype": torch.float32, "pool": False},
+    "gemma2": {"family": "gemma2", "pool": False},
+    "gemma3": {"family": "gemma3", "pool": False},
+    "gpt_oss": {"family": "gpt_oss", "pool": False},
 }
 
 

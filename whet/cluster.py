@@ -29,7 +29,7 @@ from whet.rollout.base import RolloutEngine, Sampling, sampling_processors
 from whet.rollout.build import make_engine, make_grammars, make_sampling
 from whet.rollout.choose import AUTO, choose_engine
 from whet.rollout.constrained_decoding import Masks
-from whet.rollout.driver import Rollouts
+from whet.rollout.driver import RolloutDriver
 from whet.rollout.policy_rollouts import EpisodeRunner, PolicyRollouts
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
@@ -279,18 +279,20 @@ class RLCluster(RoleWorkers):
     # ---- sampling ------------------------------------------------------------------------------------------------
 
     @property
-    def rollout(self) -> RolloutEngine:
+    def engine(self) -> RolloutEngine:
         """The engine; it is built at the first access."""
         return self._rollouts.engine
 
     @property
-    def rollouts(self) -> Rollouts:
+    def driver(self) -> RolloutDriver:
         """The driver that runs episodes in the engine; the engine is ready to sample."""
         self._rollouts.resume()
         return self._rollouts.driver
 
     def set_should_stop(self, should_stop: Callable[[], bool] | None) -> None:
-        """Sets the condition in which a rollout does not wait for episodes that hang: see Rollouts. None = no one."""
+        """Sets the condition in which a rollout does not wait for episodes that hang: see RolloutDriver. None =
+        there is none.
+        """
         self._rollouts.should_stop = should_stop
 
     def build_engine(self) -> None:
@@ -329,8 +331,6 @@ class RLCluster(RoleWorkers):
         """
         domain = mode.value if isinstance(mode, Mode) else mode
         sampling_mode = Mode(domain) if domain in ("train", "eval") else Mode.TRAIN
-        config = self.rollout_for(sampling_mode)
-        base_seed = next(s for s in (seed, config.seed, self.training_config.seed) if s is not None)
         self._masks.drop()
         with self.actor.rollout_weights():
             return self._rollouts.sample(
@@ -338,11 +338,18 @@ class RLCluster(RoleWorkers):
                 prompts,
                 sampling or self.sampling(sampling_mode),
                 num_generations=num_generations,
-                rng_key=(base_seed * len(_DOMAIN) + _DOMAIN[domain], step, first),
+                rng_key=(self.draw_seed(domain, seed), step, first),
                 at_once=at_once or self.training_config.rollout_micro_batch_size or len(prompts) or 1,
                 greedy=greedy,
                 run_episode=run_episode,
             )
+
+    def draw_seed(self, mode: Mode | str, seed: int | None = None) -> int:
+        """Returns the seed in the rng_key of a mode's episodes; modes have different ones. Args: as in `sample`."""
+        domain = mode.value if isinstance(mode, Mode) else mode
+        config = self.rollout_for(Mode(domain) if domain in ("train", "eval") else Mode.TRAIN)
+        base_seed = next(s for s in (seed, config.seed, self.training_config.seed) if s is not None)
+        return base_seed * len(_DOMAIN) + _DOMAIN[domain]
 
     def pop_sync_gap(self) -> float | None:
         """Returns the mean difference of logprobs of engine and trainer in the last check of a sync; None = there was

@@ -93,9 +93,9 @@ def assert_same(got, want, rounding):
 def announce(engine, policy, version):
     """Gives the engine the policy's weights as they are now."""
     if policy is None or engine.caps.shared_weights:
-        engine.update(version)
+        engine.update_weights(version)
     else:
-        engine.update(version, iter(policy.named_parameters()))
+        engine.update_weights(version, iter(policy.named_parameters()))
 
 
 @contextmanager
@@ -243,7 +243,7 @@ def test_a_sleeping_engine_refuses_to_step_and_goes_on_when_woken(engine, roundi
     engine.sleep()
     with pytest.raises(EngineError, match="wake"):
         engine.step()
-    engine.wake()
+    engine.wake_up()
     assert_same(drain(engine), want, rounding)
 
 
@@ -257,11 +257,11 @@ def test_weights_that_come_while_it_sleeps_are_used_after_waking_or_refused(engi
     engine.sleep()
     try:
         with retrained(engine, policy, 3):
-            engine.wake()
+            engine.wake_up()
             assert_same(run(engine, work), want, rounding)
     except EngineError as error:
         assert "wake" in str(error)
-        engine.wake()
+        engine.wake_up()
         assert_same(run(engine, work), before, rounding)
 
 

@@ -21,6 +21,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from whet.rollout.engine.growing_memory import GrowingMemory
+
 
 class RuleError(BaseException):
     """A rule was broken: nothing may catch it, as nothing could catch what a GPU would do."""
@@ -50,6 +52,24 @@ def _spoil(tensors):
             x.fill_(torch.nan)
         elif x.dtype != torch.bool:
             x.fill_(torch.iinfo(x.dtype).min // 2)
+
+
+class FixedMemory(GrowingMemory):
+    """Mapped memory: it has one address, and nothing may depend on what it holds when it comes back."""
+
+    def __init__(self, limit, device):
+        super().__init__(limit, device)
+        self.bytes, self._size = torch.empty(limit, dtype=torch.uint8, device=device), 0
+        self.resize(0)
+
+    @property
+    def held(self):
+        return self._size
+
+    @torch.inference_mode()
+    def resize(self, size):
+        self.bytes[min(size, self._size) :] = 255  # NaN
+        self._size = size
 
 
 class Recorder(TorchDispatchMode):

@@ -15,7 +15,7 @@ from whet.models.lora_layers import Adapter, effective_weight, plain_linear
 from whet.native.build import Unavailable
 from whet.native.decode import decode_kernels
 from whet.rollout.base import Sampling
-from whet.rollout.driver import Rollouts, single_turns
+from whet.rollout.driver import RolloutDriver, single_turns
 from whet.rollout.engine import EmbeddedEngine, packed_linear
 from whet.rollout.engine.packed_linear import PackedLinear
 from whet.rollout.hf import HFEngine
@@ -75,7 +75,7 @@ def test_an_optimizer_step_on_the_adapter_alone_reaches_the_engine(native):
     for p in own:
         p.grad = torch.randn_like(p, generator=None)
     optimizer.step()
-    engine.update(1)
+    engine.update_weights(1)
     after = tokens(run(engine, work))
     assert after == tokens(run(HFEngine(model), work)) != before
     assert all(torch.equal(p, base[n]) for n, p in model.named_parameters() if n in base)
@@ -187,14 +187,14 @@ def test_in_bf16_the_sampler_is_as_near_to_the_trainer_with_an_adapter_as_withou
     rows = [Prompt(tokens=p, source="", columns={}, row=i) for i, p in enumerate(prompts())]
 
     def gap(engine, worker):
-        groups = Rollouts(engine).run(single_turns(rows, Sampling(max_tokens=12), num_generations=4))
+        groups = RolloutDriver(engine).run(single_turns(rows, Sampling(max_tokens=12), num_generations=4))
         batch = TokenBatch.from_groups(groups)
         return (worker.logprobs(batch).logprobs - batch.sampler_logprobs).abs().mean().item(), batch
 
     bare = load_model(build("qwen3", gain=3.0).to(torch.bfloat16))
     without, _ = gap(EmbeddedEngine(bare, native=native), ModelWorker(bare))
     for version in range(2):
-        engine.update(version)
+        engine.update_weights(version)
         found, batch = gap(engine, worker)
         assert found < 2 * without
         weights = torch.full((batch.num_tokens,), 1 / batch.num_tokens)
@@ -227,14 +227,14 @@ def test_effective_weights_are_renewed_in_place_once_a_version(native, monkeypat
     with torch.no_grad():
         for p in Adapter.from_module(model).parameters():
             p.mul_(1.5)
-    engine.update(1)
+    engine.update_weights(1)
     after = tokens(run(engine, work))
     assert tokens(run(engine, work)) == after == tokens(run(HFEngine(model), work))
     packs = engine.backends["products"] != "torch"
     assert len(calls) == (15 if packs else 14) and held() == places  # each layer once; packed, the head too
     engine.sleep()
     assert not held() and engine._runner.forward.bytes == 0
-    engine.wake()
+    engine.wake_up()
     assert tokens(run(engine, work)) == after
 
 
@@ -250,9 +250,9 @@ def test_an_engine_with_weights_of_its_own_is_sent_the_adapter_alone():
     sent = dict(worker.trained_weights())
     assert own.caps.adapters and len(sent) == 28 and all("lora_" in name for name in sent)
     assert tokens(run(own, work)) == before
-    own.update(1, iter(sent.items()))
+    own.update_weights(1, iter(sent.items()))
     assert tokens(run(own, work)) == tokens(run(EmbeddedEngine(model), work)) != before
     with pytest.raises(EngineError, match="no weights were given"):
-        own.update(2, iter(list(sent.items())[:-1]))
+        own.update_weights(2, iter(list(sent.items())[:-1]))
     with pytest.raises(EngineError, match="trained_weights"):
-        own.update(2)
+        own.update_weights(2)

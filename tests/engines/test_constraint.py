@@ -288,10 +288,10 @@ def test_rows_under_way_keep_their_place_in_the_language_through(model, grammars
     for _ in range(3):
         assert engine.step(timeout_s=0.0) == []
     if interrupt == "update":
-        engine.update(3)
+        engine.update_weights(3)
     else:
         engine.sleep()
-        engine.wake()
+        engine.wake_up()
     got = drain(engine)
     assert {i: o.tokens.tolist() for i, o in got.items()} == {i: o.tokens.tolist() for i, o in want.items()}
 

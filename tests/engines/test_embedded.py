@@ -390,7 +390,7 @@ def test_an_update_in_flight_makes_the_kv_anew_and_stamps_both_versions():
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.1)
-    engine.update(4)
+    engine.update_weights(4)
     for r, o in ((r, o) for i, o in drain(engine).items() for r in work if r.id == i):
         old = int((o.versions == 0).sum())
         assert 0 < old < 20 and o.versions.tolist() == [0] * old + [4] * (20 - old)
@@ -408,7 +408,7 @@ def test_new_weights_are_seen_without_sending_them():
     before = run(engine, work)
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(-1)
-    engine.update(1)
+    engine.update_weights(1)
     after, naive = run(engine, work), run(HFEngine(model), work)
     assert any(before[i].tokens.tolist() != after[i].tokens.tolist() for i in before)
     assert all(naive[i].tokens.tolist() == after[i].tokens.tolist() for i in naive)
@@ -417,7 +417,7 @@ def test_new_weights_are_seen_without_sending_them():
 def test_weights_are_refused_by_engines_that_share_them(model):
     for kind in (EmbeddedEngine, HFEngine):
         with pytest.raises(EngineError, match="without weights"):
-            kind(model).update(1, iter([]))
+            kind(model).update_weights(1, iter([]))
 
 
 def test_sleep_frees_the_cache_and_flight_goes_on_after_wake(model):
@@ -428,7 +428,7 @@ def test_sleep_frees_the_cache_and_flight_goes_on_after_wake(model):
     assert engine.kv_bytes > 0
     engine.sleep()
     assert engine.kv_bytes == 0
-    engine.wake()
+    engine.wake_up()
     got = drain(engine)
     assert all(got[i].tokens.tolist() == want[i].tokens.tolist() for i in want)
 

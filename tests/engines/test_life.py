@@ -214,7 +214,7 @@ def test_new_weights_drop_what_is_held():
     engine = EmbeddedEngine(model)
     first = talk(engine, prompts(), sampling, turns=1)
     change(model)
-    engine.update(1)
+    engine.update_weights(1)
     assert (engine.stats().held, engine.kv_bytes) == (0, 0)
     for c, (r, o) in ((c, x) for (_, c), x in first.items()):
         turn = replace(r, tokens=np.concatenate([r.tokens, o.tokens, said(0, c)]))
@@ -266,7 +266,7 @@ def test_tokens_behind_an_update_are_those_of_a_new_engine_going_on_with_the_new
     begin(engine, work)
     held = engine.peek([r.id for r in work])
     change(model)
-    engine.update(3)
+    engine.update_weights(3)
     done = drain(engine)
     for r in work:
         got, before = done[r.id], held[r.id]
@@ -289,7 +289,7 @@ def test_sequences_of_a_group_that_are_taken_up_again_encode_their_prompt_once(m
     begin(engine, work)
     made, before = engine.peek(range(8)), engine.stats()
     if how == "update":
-        engine.update(0)
+        engine.update_weights(0)
     else:
         engine.submit([going_on(work[o.id], o.tokens) for o in engine.abort(range(8))])
     got = drain(engine)
@@ -314,7 +314,7 @@ def test_a_sequence_taken_up_again_stays_within_the_bound_it_was_checked_against
         assert engine.stats().kv_tokens <= 84
         if len(done) == 3:
             break
-        engine.update(0) if end == "update" else (engine.sleep(), engine.wake())
+        engine.update_weights(0) if end == "update" else (engine.sleep(), engine.wake_up())
     for i, o in want.items():
         assert done[i].tokens.tolist() == o.tokens.tolist()
         np.testing.assert_allclose(done[i].logprobs, o.logprobs, atol=1e-5)
@@ -323,14 +323,14 @@ def test_a_sequence_taken_up_again_stays_within_the_bound_it_was_checked_against
 def test_every_update_shows_in_the_versions():
     model = build(gain=3.0)
     engine = EmbeddedEngine(model)
-    engine.update(5)
+    engine.update_weights(5)
     work = requests(prompts((4, 9)), Sampling(max_tokens=30))
     engine.submit(work)
     marks = []
     for version in (6, 7, 7, 9):
         assert engine.step(timeout_s=0.0) == []
         marks.append({i: len(p.tokens) for i, p in engine.peek([0, 1]).items()})
-        engine.update(version)
+        engine.update_weights(version)
     for i, o in drain(engine).items():
         a, b, c, d = (m[i] for m in marks)
         assert 0 < a < b < c < d < 30
@@ -468,7 +468,7 @@ def test_min_tokens_count_from_the_first_token_also_where_a_sequence_is_taken_up
     engine = EmbeddedEngine(model, **form)
     engine.submit(work)
     assert engine.step(timeout_s=0.0) == [] and all(0 < len(p.tokens) < 20 for p in engine.peek(range(4)).values())
-    engine.update(0)  # the same weights: nothing may change
+    engine.update_weights(0)  # the same weights: nothing may change
     got = drain(engine)
     for i, o in want.items():
         assert got[i].tokens.tolist() == o.tokens.tolist()

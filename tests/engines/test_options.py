@@ -14,7 +14,7 @@ from whet.errors import ConfigError, EngineError
 from whet.models.load import load_model
 from whet.rollout.base import Request, Sampling
 from whet.rollout.build import make_engine, make_sampling
-from whet.rollout.driver import Rollouts, single_turns
+from whet.rollout.driver import RolloutDriver, single_turns
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.generate_options import (
     _stop_string_criterion,
@@ -335,7 +335,7 @@ def test_options_that_leave_no_token_say_so(model):
 def test_another_engine_refuses_options(model):
     with pytest.raises(EngineError, match="EmbeddedEngine does not support num_beams; use rollout_engine 'hf'"):
         asked = sampling({"num_beams": 2}, temperature=0.0)
-        Rollouts(EmbeddedEngine(model)).run(single_turns([Prompt(tokens=prompts()[0], source="")], asked))
+        RolloutDriver(EmbeddedEngine(model)).run(single_turns([Prompt(tokens=prompts()[0], source="")], asked))
 
 
 def test_options_make_embedded_hf_and_say_why(model, caplog):

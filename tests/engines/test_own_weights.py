@@ -44,11 +44,11 @@ def test_it_samples_from_the_old_weights_until_the_update_and_from_the_new_ones_
     before = run(shared, WORK)
     assert same(run(own, WORK), before)
     moved(model)
-    shared.update(1)
+    shared.update_weights(1)
     after = run(shared, WORK)
     assert not same(after, before)
     assert same(run(own, WORK), before)
-    own.update(1, iter(model.named_parameters()))
+    own.update_weights(1, iter(model.named_parameters()))
     assert same(run(own, WORK), after) and own.version == 1
     assert not any(p.requires_grad for p in own._model.loaded.module.parameters())
 
@@ -60,8 +60,8 @@ def test_sequences_under_way_go_on_with_the_new_weights():
         engine.submit(WORK)
         engine.step(timeout_s=0.0)
     moved(model)
-    shared.update(1)
-    own.update(1, iter(model.named_parameters()))
+    shared.update_weights(1)
+    own.update_weights(1, iter(model.named_parameters()))
     ends = [{}, {}]
     for engine, done in zip((shared, own), ends):
         while outputs := engine.step():
@@ -73,8 +73,8 @@ def test_updates_that_do_not_fit_are_refused_and_nothing_is_sampled_from_half_of
     model = build(gain=3.0)
     engine = EmbeddedEngine(model, own_weights=True)
     want = run(engine, WORK)
-    with pytest.raises(EngineError, match=r"has weights of its own; call update\(version, worker.named_weights\(\)\)"):
-        engine.update(1)
+    with pytest.raises(EngineError, match=r"of its own; call update_weights\(version, worker.named_weights\(\)\)"):
+        engine.update_weights(1)
     assert same(run(engine, WORK), want)
     names = dict(model.named_parameters())
     first = next(iter(names))
@@ -84,12 +84,12 @@ def test_updates_that_do_not_fit_are_refused_and_nothing_is_sampled_from_half_of
         ({first: names[first]}, rf"no weights were given for .* and {len(names) - 2} others"),
     ):
         with pytest.raises(EngineError, match=said):
-            engine.update(1, iter(given.items()))
+            engine.update_weights(1, iter(given.items()))
         engine.submit(WORK[:1])
         with pytest.raises(EngineError, match="failed half-way; give it all of them again"):
             engine.step()
         engine.abort([WORK[0].id])
-    engine.update(0, iter(names.items()))
+    engine.update_weights(0, iter(names.items()))
     assert same(run(engine, WORK), want)
 
 
@@ -104,7 +104,7 @@ def test_five_updates_at_a_learning_rate_of_0_change_nothing(dtype):
     for version in range(1, 6):
         worker.forward_backward(batch, lambda x: (x.logprobs, {}))
         worker.optim_step()
-        engine.update(version, worker.named_weights())
+        engine.update_weights(version, worker.named_weights())
         assert weights_digest(engine._model.loaded.module) == weights_digest(worker.module) == digest
         assert same(run(engine, WORK), before) and engine.version == version
 
@@ -112,7 +112,7 @@ def test_five_updates_at_a_learning_rate_of_0_change_nothing(dtype):
 def test_an_engine_that_shares_weights_takes_none():
     model = build()
     with pytest.raises(EngineError, match="reads the trainer's own parameters"):
-        EmbeddedEngine(model).update(1, iter(model.named_parameters()))
+        EmbeddedEngine(model).update_weights(1, iter(model.named_parameters()))
 
 
 class Own(EmbeddedEngine):
@@ -123,9 +123,9 @@ class Own(EmbeddedEngine):
     def __init__(self, *args, **options):
         super().__init__(*args, own_weights=True, **options)
 
-    def update(self, version, weights=None):
+    def update_weights(self, version, weights=None):
         old = {n: p.detach().clone() for n, p in self.named_weights()}
-        super().update(version, weights)
+        super().update_weights(version, weights)
         if self.kept is not None:
             dict(self.named_weights())[self.kept].data.copy_(old[self.kept])
 
@@ -140,7 +140,7 @@ def test_a_check_of_each_sync_finds_a_tensor_that_was_not_updated():
         gaps.append(c.pop_sync_gap())
     assert gaps[::2] == [None, None] and all(gap < 1e-5 for gap in gaps[1::2])
     moved(c.actor.module)
-    c.rollout.kept = "model.layers.0.mlp.up_proj.weight"
+    c.engine.kept = "model.layers.0.mlp.up_proj.weight"
     c.sync_weights()
     sample()
     moved(c.actor.module)
@@ -173,7 +173,7 @@ def test_an_engine_that_refuses_weights_leaves_no_process_alone_in_a_gather():
         next(weights)
         raise EngineError("no room")
 
-    engine = SimpleNamespace(caps=EmbeddedEngine.caps.__class__(), update=refuse)
+    engine = SimpleNamespace(caps=EmbeddedEngine.caps.__class__(), update_weights=refuse)
     with pytest.raises(EngineError, match="no room"):
         _ = PolicyRollouts(lambda: engine, policy).driver
     assert taken == ["a", "b", "c"]

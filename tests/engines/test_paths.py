@@ -15,7 +15,7 @@ from whet.native.build import Unavailable
 from whet.native.decode import decode_kernels
 from whet.ops.logprobs import selective_log_softmax
 from whet.rollout.base import Sampling
-from whet.rollout.driver import Rollouts, single_turns
+from whet.rollout.driver import RolloutDriver, single_turns
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.engine.model_forward import FusedForward, ModuleForward, make_forward
 from whet.rollout.engine.packed_linear import PackedLinear
@@ -150,7 +150,7 @@ def test_new_weights_are_packed_again(announced, native):
         for p in model.parameters():
             (p.data if announced else p).mul_(-0.9)  # a write through .data can't be seen, but is announced
     if announced:
-        engine.update(1)
+        engine.update_weights(1)
     after = tokens(run(engine, work))
     assert after != before
     assert after == tokens(run(HFEngine(model), work))
@@ -162,7 +162,7 @@ def test_sleep_frees_the_packed_copies_and_they_come_back(native):
     held, want = engine.weight_bytes, tokens(run(engine, work))
     engine.sleep()
     assert engine.weight_bytes == 0
-    engine.wake()
+    engine.wake_up()
     assert tokens(run(engine, work)) == want and engine.weight_bytes == held
 
 
@@ -231,7 +231,7 @@ def test_logprobs_of_a_half_precision_model_that_scales_its_logits_are_the_train
     loaded = load_model(build(name, gain=2.0).to(torch.bfloat16))
     assert loaded.lm_head.scale == pytest.approx(head.scale)
     rows = [Prompt(tokens=p, source="", columns={}, row=i) for i, p in enumerate(prompts())]
-    groups = Rollouts(EmbeddedEngine(loaded)).run(single_turns(rows, Sampling(max_tokens=12), num_generations=4))
+    groups = RolloutDriver(EmbeddedEngine(loaded)).run(single_turns(rows, Sampling(max_tokens=12), num_generations=4))
     batch = TokenBatch.from_groups(groups)
     apart = (ModelWorker(loaded).logprobs(batch).logprobs - batch.sampler_logprobs).abs()
     assert apart.mean() < 0.01 and apart.max() < 0.05

@@ -93,7 +93,7 @@ def decode(ids):
 def test_a_base_rollout_becomes_an_engine(made):
     engine = BaseRolloutAdapter(made, decode=decode)
     assert isinstance(engine, RolloutEngine) and not engine.caps.logprobs
-    engine.update(3, iter([("w", 1)]))
+    engine.update_weights(3, iter([("w", 1)]))
     done = run(engine, requests(prompts((2, 3)), Sampling(max_tokens=10, stop_ids=(9,)), group=2))
     for i, o in done.items():
         assert o.tokens.tolist() == [*prompts((2, 3))[i // 2], 9]  # cut behind the stop token

@@ -184,9 +184,9 @@ def test_new_weights_replace_all_of_the_old(tied):
     made, of_b = make(a), make(b)
     before, after = greedy(made), greedy(of_b)
     assert before != after
-    made.update(1, b.named_parameters())
+    made.update_weights(1, b.named_parameters())
     assert greedy(made) == after
-    made.update(2, a.named_parameters(remove_duplicate=False))
+    made.update_weights(2, a.named_parameters(remove_duplicate=False))
     assert greedy(made) == before
 
 
@@ -195,7 +195,7 @@ def test_weights_go_in_buckets_and_the_last_one_drops_the_cache(monkeypatch):
     model = build()
     made = make(model)
     made._engine.calls.clear()
-    made.update(1, model.named_parameters())
+    made.update_weights(1, model.named_parameters())
     flush = [c[3] for c in made._engine.calls]
     assert len(flush) > 2 and flush == [False] * (len(flush) - 1) + [True]
     names = [n for c in made._engine.calls for n in c[1]]
@@ -210,7 +210,7 @@ def test_weights_in_the_middle_of_completions_make_the_rest():
     made.submit(work)
     for _ in range(2):
         made._engine.loop.run_until_complete(asyncio.sleep(0))
-    made.update(1, b.named_parameters())
+    made.update_weights(1, b.named_parameters())
     done = {o.id: o for o in iter_all(made)}
     of_b = make(b)
     for i, o in done.items():
@@ -231,7 +231,7 @@ def test_sleep_frees_the_kv_cache_alone_and_keeps_what_was_made(engine):
     engine.submit(requests(prompts(), Sampling(max_tokens=12)))
     engine.sleep()
     engine.sleep()
-    engine.wake()
+    engine.wake_up()
     assert engine._engine.calls[-2:] == [("release", ["kv_cache"]), ("resume", ["kv_cache"])]
     assert len(list(iter_all(engine))) == 5
 
@@ -248,9 +248,9 @@ def test_refused_weights_and_failed_requests_are_errors(engine, monkeypatch):
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
     with pytest.raises(EngineError, match=r"SGLang refused the weights .*: nan"):
-        engine.update(3, model.named_parameters(remove_duplicate=False))
+        engine.update_weights(3, model.named_parameters(remove_duplicate=False))
     with pytest.raises(EngineError, match="holds its own copy"):
-        engine.update(3)
+        engine.update_weights(3)
 
     async def fails(**_):
         raise ValueError("too long")

@@ -55,7 +55,7 @@ def test_a_naive_loop_draws_what_the_embedded_engine_draws(model, temperature):
     plain, other = Plain(model), EmbeddedEngine(model)
     assert isinstance(plain, RolloutEngine)
     model.train()
-    plain.update(5)
+    plain.update_weights(5)
     found, want = run(plain, work), run(other, work)
     model.eval()
     assert {o.finish_reason for o in found.values()} == {"stop", "length"} or temperature == 0

@@ -67,7 +67,7 @@ def engine(held, policy):
     announce(made, policy, 0)
     yield made
     made.abort(list(made._in_flight))
-    made.wake()
+    made.wake_up()
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_draws_are_the_same_again_alone_and_in_a_crowd(engine, rounding):
     engine.sleep()
     with pytest.raises(EngineError, match="wake"):
         engine.step()
-    engine.wake()
+    engine.wake_up()
     assert_same(drain(engine), first, rounding)
 
 
@@ -193,7 +193,7 @@ def test_new_weights_replace_all_of_the_old(make, tied):
     work = requests(prompts(), GREEDY)
     agree(engine, a, work)
     for version, model in enumerate((b, a, b)):
-        engine.update(version, model.named_parameters() if version else weights(model))
+        engine.update_weights(version, model.named_parameters() if version else weights(model))
         agree(engine, model, work)
     got, old = run(engine, work), run(HFEngine(a), work)
     assert any(got[i].tokens.tolist() != old[i].tokens.tolist() for i in old)
@@ -231,9 +231,9 @@ def test_weights_in_the_middle_of_completions_make_the_rest(engine, policy):
 
 def test_weights_that_are_not_whole_are_refused(engine, policy):
     with pytest.raises(EngineError, match="holds its own copy"):
-        engine.update(1)
+        engine.update_weights(1)
     with pytest.raises(EngineError, match="leave out"):
-        engine.update(1, iter([(n, p) for n, p in weights(policy) if "norm" not in n]))
+        engine.update_weights(1, iter([(n, p) for n, p in weights(policy) if "norm" not in n]))
 
 
 def test_stop_strings_end_a_completion_where_the_other_engines_end_it(engine, policy):

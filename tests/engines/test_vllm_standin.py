@@ -48,13 +48,13 @@ def test_weights_come_between_the_memory_for_them_and_that_for_the_cache():
     weights = lambda: iter(module.state_dict().items())
     engine.sleep(), engine.sleep()
     with pytest.raises(EngineError, match="call wake"):
-        engine.update(1, weights())
-    engine.wake()
+        engine.update_weights(1, weights())
+    engine.wake_up()
     with pytest.raises(EngineError, match="dropped its weights"):
         engine.step()
-    engine.sleep(), engine.wake()  # of weights that never came nothing is dropped
-    engine.update(1, weights())
-    engine.update(2, weights())
+    engine.sleep(), engine.wake_up()  # of weights that never came nothing is dropped
+    engine.update_weights(1, weights())
+    engine.update_weights(2, weights())
     assert engine._llm.log == [
         *("drop", "sleep 2", "wake weights", "sleep 2", "wake weights"),
         *("reload_weights: 2", "wake kv_cache", "drop", "reload_weights: 2", "drop"),
@@ -100,8 +100,11 @@ class Core:
 def test_a_request_is_read_once_and_what_it_drew_before_where_that_is_needed(monkeypatch):
     engine, core = object.__new__(VLLMEngine), Core()
     monkeypatch.setattr(VLLMEngine, "_check_requests", lambda *a, **k: None)
-    monkeypatch.setattr(VLLMEngine, "update", lambda self, version: (self._record_drawn(self._in_flight), setattr(
-        self, "version", version)))  # fmt: skip
+    monkeypatch.setattr(
+        VLLMEngine,
+        "update_weights",
+        lambda self, version: (self._record_drawn(self._in_flight), setattr(self, "version", version)),
+    )
     engine._vllm = SimpleNamespace(
         SamplingParams=SimpleNamespace, sampling_params=SimpleNamespace(RequestOutputKind=KINDS)
     )
@@ -119,7 +122,7 @@ def test_a_request_is_read_once_and_what_it_drew_before_where_that_is_needed(mon
         engine._step_vllm()
     assert engine.stats().live == 3 and core.returned == 0
     assert engine.peek([0])[0].tokens.tolist() == [10, 11]
-    engine.update(2)
+    engine.update_weights(2)
     engine._step_vllm()
     (gone,) = engine.abort([2])
     assert (gone.tokens.tolist(), gone.versions.tolist()) == ([10, 11, 12], [1, 1, 2])
@@ -176,4 +179,4 @@ def test_auto_takes_no_vllm_that_is_missing_or_untested(installed, monkeypatch, 
 
 def test_a_cluster_names_the_engine_that_auto_took():
     made = cluster(engine="auto")
-    assert made.engine_name == "embedded" and type(made.rollout).__name__ == "EmbeddedEngine"
+    assert made.engine_name == "embedded" and type(made.engine).__name__ == "EmbeddedEngine"

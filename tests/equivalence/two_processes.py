@@ -29,11 +29,11 @@ def sent(policy, adapters):
     class Engine(MockEngine):
         caps = EngineCaps(shared_weights=False, adapters=adapters)
 
-        def update(self, version, weights=None):
+        def update_weights(self, version, weights=None):
             self.got = dict(weights)
 
     rollouts = PolicyRollouts(Engine, policy)
-    rollouts.engine.update(0, ())
+    rollouts.engine.update_weights(0, ())
     rollouts.sync()
     return rollouts.engine.got
 

@@ -99,7 +99,7 @@ def test_a_model_that_cannot_be_packed_trains_with_the_hf_engine():
     torch.manual_seed(0)
     model = BloomForCausalLM(BloomConfig(vocab_size=264, hidden_size=32, n_head=4, n_layer=2, eos_token_id=END))
     c = cluster(model, rollout={"max_tokens_to_generate": 4})
-    assert not c.actor.loaded.packable and isinstance(c.rollout, HFEngine)
+    assert not c.actor.loaded.packable and isinstance(c.engine, HFEngine)
     before = weights_of(model)
     algo = GRPOConfig(num_generations=4, beta=0.0)
     run = GRPOLearner(c, algo, length_reward, data=DataConfig(batch_size=2)).train(rows(4))
@@ -130,7 +130,7 @@ def test_close_ends_the_engine_and_frees_the_optimizers():
     c = cluster(engine=Replay)
     c.build_engine()
     c.close()
-    assert c.rollout.closed and c.actor.optim is None
+    assert c.engine.closed and c.actor.optim is None
 
 
 # ---- options of transformers' generate -------------------------------------------------------------------------------
@@ -158,23 +158,23 @@ def test_a_resting_engine_holds_no_memory_and_samples_again_after_the_sync():
     c = cluster()
     draw = lambda: [x.tokens.tolist() for x in c.sample([prompt("abc")], num_generations=2, step=1)[0].completions]
     want = draw()
-    assert c.rollout.stats().kv_bytes > 0
+    assert c.engine.stats().kv_bytes > 0
     c.release_engine_memory()
-    assert c.rollout.stats().kv_bytes == 0
+    assert c.engine.stats().kv_bytes == 0
     c.sync_weights()
     assert draw() == want
 
 
 def test_an_engine_rests_once_and_wakes_for_who_samples_before_the_sync(monkeypatch):
     c, trims = cluster(), []
-    freed = lambda: trims.append(c.rollout.stats().kv_bytes)
+    freed = lambda: trims.append(c.engine.stats().kv_bytes)
     monkeypatch.setattr("whet.train.role_workers.release_freed_memory", freed)
     want = drawn(c, PROMPTS, seed=1)
     c.release_engine_memory()
     c.release_engine_memory()  # the next mini-batch
     assert trims == [0]
     assert drawn(c, PROMPTS, seed=1) == want
-    assert c.rollout.stats().kv_bytes > 0
+    assert c.engine.stats().kv_bytes > 0
     c.release_engine_memory()
     assert trims == [0, 0]
 
@@ -189,10 +189,10 @@ class Sleeper(MockEngine):
     def sleep(self):
         self.log.append("sleep")
 
-    def wake(self):
+    def wake_up(self):
         self.log.append("wake")
 
-    def update(self, version, weights=None):
+    def update_weights(self, version, weights=None):
         self.log.append(("update", weights is not None))
 
 
@@ -206,7 +206,7 @@ def test_an_engine_rests_where_that_makes_room_and_freed_memory_leaves_then(plac
     engine = Sleeper(log, shared_weights=shared)
     policy = SimpleNamespace(version=0, device=torch.device(place), named_weights=c.actor.named_weights)
     c._rollouts = PolicyRollouts(lambda: engine, policy)
-    assert c.rollout is engine
+    assert c.engine is engine
     for _ in range(2):  # two mini-batches
         c.release_engine_memory()
     c.sample([])
@@ -236,7 +236,7 @@ def test_what_loading_left_is_given_back_before_the_engine_looks_for_memory(monk
     make = whet.cluster.make_engine
     monkeypatch.setattr("whet.cluster.make_engine", lambda *a, **o: (log.append("engine"), make(*a, **o))[1])
     c = cluster()
-    assert log == ["empty"] and c.rollout is c.rollout
+    assert log == ["empty"] and c.engine is c.engine
     assert log == ["empty", "engine"]
 
 
@@ -259,8 +259,8 @@ def test_the_token_budget_of_a_limit_beyond_the_models_positions_stays_the_defau
 
 def expecting(c):
     """Notes what each request of a cluster's engine expects."""
-    seen, submit = [], c.rollout.submit
-    c.rollout.submit = lambda requests: seen.append([r.expected for r in requests]) or submit(requests)
+    seen, submit = [], c.engine.submit
+    c.engine.submit = lambda requests: seen.append([r.expected for r in requests]) or submit(requests)
     return seen
 
 
@@ -361,9 +361,9 @@ def test_episodes_of_a_cluster_go_on_after_a_release_and_beside_its_samples():
         return completion(first, np.array([65, 66]), second, generation=episode.generation)
 
     episodes = lambda: [Episode(prompt("2+2="), (0, 1, 0, g), run) for g in range(2)]
-    want = [x.tokens.tolist() for x in c.rollouts.run(episodes())[0].completions]
+    want = [x.tokens.tolist() for x in c.driver.run(episodes())[0].completions]
     c.release_engine_memory()
-    rollouts = c.rollouts
+    rollouts = c.driver
     rollouts.start(episodes())
     (other,) = c.sample([prompt("abc")], step=9)
     alone = cluster(rollout={"temperature": 1.0}).sample([prompt("abc")], step=9)

@@ -18,8 +18,8 @@ from whet.ops.preference import PREFERENCE_LOSSES
 
 TESTS = Path(__file__).parents[1]
 ENGINE = (
-    *("greedy", "eager", "truncated", "min-p", "penalty", "logits", "moe", "lora"),
-    *("chunks", "varlen", "bounded", "fp32", "gemma2", "gemma3", "gpt_oss"),
+    *("greedy", "stores", "truncated", "min-p", "penalty", "logits", "moe", "lora"),
+    *("chunks", "store chunks", "bounded", "fp32", "gemma2", "gemma3", "gpt_oss"),
 )
 UPDATES = (
     *("plain", "entropy", "truncated", "forbidden", "penalty", "constrained", "full"),

@@ -13,7 +13,7 @@ from whet.data.tokenizer import byte_tokenizer
 from whet.envs.failures import EpisodeFailures
 from whet.errors import ConfigError, RewardError
 from whet.rollout.base import Output, Sampling
-from whet.rollout.driver import Episode, Rollouts
+from whet.rollout.driver import Episode, RolloutDriver
 from whet.rollout.mock import MockEngine
 from whet.serve.run_model import RunModel
 from whet.tunix import AgenticGRPOConfig, AgenticGRPOLearner, ClusterConfig, OptimConfig, RLEngine, RLTrainingConfig
@@ -217,7 +217,7 @@ def play(agent, env, *texts, longest=None, failures=None, **options):
     episodes = AgenticEpisodes(start, model, failures or EpisodeFailures())
     prompt = Prompt(tokens=np.array([5], np.int32), source="2+3=", row=0)
     episode = Episode(prompt, (0, 0, 0, 0), lambda e: episodes.run_episode(e, Sampling(max_tokens=100)))
-    rollouts = Rollouts(policy)
+    rollouts = RolloutDriver(policy)
     try:
         (group,) = rollouts.run([episode])
     finally:
@@ -348,6 +348,10 @@ def test_tools_answer_in_order_at_the_same_time_and_errors_are_answers():
         manager.get_tools()[0].description = "another"
     with pytest.raises(TypeError, match="Cannot instantiate abstract tool class 'x'"):
         tool_manager.ToolManager({"x": base_tool.BaseTool})
+    manager.register_mcp_tool(SimpleNamespace(name="any", apply=lambda n: base_tool.ToolOutput("any", output=n)))
+    assert manager.run("any", n=3).output == 3  # of no class of Tunix's
+    with pytest.raises(KeyError, match="unknown reward 'exact'; did you mean exact_match"):
+        reward.get_reward_fn("exact")
 
 
 def test_the_parser_reads_calls_and_leaves_out_what_is_none():

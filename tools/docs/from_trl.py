@@ -8,6 +8,7 @@ from whet.trl.config.dpo import DPO_FIELDS, OLD_DPO_FIELDS
 from whet.trl.config.grpo import COMPAT, GRPO_FIELDS, OLD_GRPO_FIELDS
 from whet.trl.config.kto import KTO_FIELDS
 from whet.trl.config.reward import REWARD_FIELDS
+from whet.trl.config.rl import OWN_RL_FIELDS
 from whet.trl.config.rloo import RLOO_FIELDS
 from whet.trl.config.sft import OLD_SFT_FIELDS, SFT_FIELDS
 from whet.trl.config.supervised import SUPERVISED_FIELDS
@@ -25,6 +26,7 @@ PAGES: dict[str, Table] = {
     "From transformers.TrainingArguments": TRAINING_FIELDS,
     "Of these, otherwise in SFTConfig, DPOConfig and RewardConfig": SUPERVISED_FIELDS,
     "Of whet's own, in all of them": OWN_FIELDS,
+    "Of whet's own, in GRPOConfig and RLOOConfig": OWN_RL_FIELDS,
     "Fields of earlier releases": {**OLD_GRPO_FIELDS, **OLD_TRAINING_FIELDS},
     "Of SFT and DPO": {**OLD_SFT_FIELDS, **OLD_DPO_FIELDS},
 }
@@ -235,4 +237,3 @@ def page() -> str:
             "`reward_std` is the mean over groups.\n"
         )
     return "\n".join(parts)
-

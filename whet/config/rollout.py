@@ -234,9 +234,9 @@ class RolloutConfig:
     max_tokens_to_generate. With an agent: max_prompt_length plus this is the most tokens of a call's context and
     completion, the agent's own system prompt and tools included; None = 8 times max_tokens_to_generate."""
     answers_dir: Name | None = None
-    """Folder in which the answers of environments (file, function or class) are recorded. An episode that it has is
-    answered from there, as long as the model says the same: a run whose environment does not repeat itself can then
-    be resumed and repeated to the bit. None = answers are not recorded."""
+    """Folder in which the answers of environments (file, function or class) and what agents do are recorded. An episode
+    that it has is answered from there, as long as the model says the same: a run whose environment or agent does not
+    repeat itself can then be resumed and repeated to the bit. None = answers are not recorded."""
     eval: Tree = field(default_factory=dict)
     """Other values of these fields for evaluation, e.g. {temperature: 0.0}."""
 

@@ -26,7 +26,7 @@ from whet.envs.multi_turn import stand_in
 from whet.errors import DataError
 from whet.observe.trace import Trace
 from whet.rollout.base import Output, Sampling
-from whet.rollout.driver import Episode, Rollouts
+from whet.rollout.driver import Episode, RolloutDriver
 from whet.rollout.queue_engine import QueueEngine
 from whet.types import Group, Prompt
 
@@ -182,15 +182,15 @@ class _CallTimes(Trace):
 def _run_episode(talk: Conversation, times: _CallTimes, prompt: Prompt, name: str, agent: Agent) -> _Played:
     """Plays an episode without a model."""
     engine, sampling = _ScriptedEngine(talk, agent), Sampling(max_tokens=talk.max_tokens)
-    rollouts = Rollouts(engine, trace=times)
+    driver = RolloutDriver(engine, trace=times)
     episode = Episode(prompt, (0, 0, 0, 0), lambda e: talk.run_episode(e, sampling))
     try:
-        (group,) = rollouts.run([episode])
+        (group,) = driver.run([episode])
     except DataError as error:
         failed = stand_in(episode, {"turns": 0, "error": str(error)}, "error")
         group = Group(prompt=prompt, completions=(failed,))
     finally:
-        rollouts.close()
+        driver.close()
     return _Played(name, group, engine.drifted)
 
 

@@ -6,7 +6,7 @@ The loop is `run_turns` (multi_turn.py); messages and token ids are in a ChatTra
 from __future__ import annotations
 
 import copy
-import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -18,10 +18,9 @@ from whet.data.prompts import PromptEncoder
 from whet.envs.environment import ENVIRONMENT_REWARD, Call, EnvironmentInstance, with_observation
 from whet.envs.failures import EpisodeFailures
 from whet.envs.multi_turn import room_after, run_turns
-from whet.envs.recorded import DivergedError, RecordedAnswers, Tape
+from whet.envs.recorded import RecordedAnswers, Tape
 from whet.envs.script import Script, load_script
 from whet.envs.tool_calls import ToolTemplate, split_reasoning
-from whet.envs.tools import ToolCounts
 from whet.envs.transcript import ChatTranscript
 from whet.errors import DataError, InfrastructureError, RewardError, format_value
 from whet.rewards.checked_values import error_from_exception
@@ -106,22 +105,13 @@ class Conversation:
 
     def run_episode(self, episode: Episode, sampling: Sampling) -> Turns:
         """Runs an episode. Args: sampling: its max_tokens is that of one turn."""
-        return self.failures.run_with_retries(episode, lambda: self._replay_or_run(episode, sampling))
-
-    def _replay_or_run(self, episode: Episode, sampling: Sampling) -> Turns:
-        """Runs an episode with its recorded answers, or with the environment where they do not fit."""
         if self.answers is None:
-            return (yield from self._run_once(episode, sampling, None))
-        if (record := self.answers.find(episode)) is not None:
-            try:
-                return (yield from self._run_once(episode, sampling, replace(record, place=0)))
-            except DivergedError:
-                episode.rewind()
-        tape = Tape(replays=False)
-        completions = yield from self._run_once(episode, sampling, tape)
-        if completions[-1].finish_reason != "error":
-            self.answers.write(episode, tape)
-        return completions
+            run = lambda: self._run_once(episode, sampling, None)
+        else:
+            run = functools.partial(
+                self.answers.replay_or_run, episode, lambda tape: self._run_once(episode, sampling, tape)
+            )
+        return self.failures.run_with_retries(episode, run)
 
     def _run_once(
         self, episode: Episode, sampling: Sampling, tape: Tape | None
@@ -161,9 +151,7 @@ class Conversation:
                     final = yield from ask("get_reward", instance.get_reward())
                 episode.rewards[ENVIRONMENT_REWARD] = final + math.fsum(transcript.turn_rewards.values())
             if tape is not None and instance is not None:
-                if tape.replays:
-                    instance.counts = ToolCounts(**tape.counts)
-                tape.counts = dataclasses.asdict(instance.counts)
+                tape.keep_counts(instance.counts)
             info = {"status": status} if status == "finished" else {"status": status, "failure": "model"}
         except RewardError as error:
             reason, info = "error", self.failures.add(error, episode)

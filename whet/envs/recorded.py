@@ -1,29 +1,37 @@
-"""Recorded answers: what environments have answered, kept in a folder, so that a run can be repeated without them.
+"""Recorded answers: what environments and agents have answered, in a folder, so that a run is repeated without them.
 
     <folder>/<seed>-<step>-<process>.jsonl      a line for each episode that has ended
 
 A line has the key of the episode, and for each call of the environment its name, a digest of all ids before it, and
-the answer. An episode is answered from its line as long as the digests agree, so the model has said the same. Where
-they don't, it begins again with the environment, and has a new line. Failed episodes are not recorded.
+the answer. What an agent answers are its next calls of the model, or its reward. An episode is answered from its line
+as long as the digests agree, so the model has said the same. Where they don't, it begins again with the environment,
+and has a new line. Failed episodes are not recorded.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from whet.envs.tools import ToolCounts
 from whet.errors import RewardError, format_value
-from whet.rollout.driver import Episode
+from whet.rollout.driver import Episode, Turns
 from whet.storage.files import make_writable_folder
+from whet.types import Completion, Prompt
 
-__all__ = ["DivergedError", "RecordedAnswers", "Tape"]
+__all__ = ["DivergedError", "RecordedAnswers", "RngKey", "Tape"]
+
+
+RngKey = tuple[int, int, int, int]
+"""(seed, step, prompt, generation): of an episode."""
 
 
 class DivergedError(Exception):
@@ -85,6 +93,20 @@ class Tape:
         self.add(name, context, answer)
         return answer
 
+    def ask_now(self, name: str, context: np.ndarray, call: Callable[[], Any]) -> Any:
+        """Returns what `ask` does, of a function that is called here. Args: call: without arguments."""
+        if self.replays:
+            return self.next(name, context)
+        self.add(name, context, answer := call())
+        return answer
+
+    def keep_counts(self, counts: ToolCounts) -> None:
+        """Records the counts of an episode's tool calls, or puts the recorded ones in."""
+        if self.replays:
+            counts.calls, counts.failures = self.counts["calls"], self.counts["failures"]
+        else:
+            self.counts = dataclasses.asdict(counts)
+
 
 class RecordedAnswers:
     """The folder of recorded answers.
@@ -96,17 +118,35 @@ class RecordedAnswers:
         self.folder = make_writable_folder(folder, "rollout.answers_dir")
         self._steps: dict[tuple[int, int], dict[str, Tape]] = {}
 
-    def find(self, episode: Episode) -> Tape | None:
-        """Returns the record of an episode; None = it has none."""
-        at = episode.rng_key[:2]
+    def replay_or_run(self, episode: Episode, run_once: Callable[[Tape], Turns]) -> Turns:
+        """Runs an episode with its recorded answers, or without them where they do not fit, and records it.
+
+        Args: run_once: runs the episode with a tape. It raises DivergedError where the tape's answers do not fit.
+        """
+        if (record := self.find(episode.rng_key, episode.prompt)) is not None:
+            try:
+                return (yield from run_once(record))
+            except DivergedError:
+                episode.rewind()
+        tape = Tape(replays=False)
+        returned = yield from run_once(tape)
+        completions = [returned] if isinstance(returned, Completion) else list(returned)
+        if completions[-1].finish_reason != "error":
+            self.write(episode.rng_key, episode.prompt, tape)
+        return completions
+
+    def find(self, rng_key: RngKey, prompt: Prompt) -> Tape | None:
+        """Returns the record of an episode, at its start; None = it has none. Args: of the episode."""
+        at = rng_key[:2]
         if at not in self._steps:
             self._steps = {at: self._read(*at)}  # a run goes through its steps in order
-        return self._steps[at].get(_key(episode))
+        record = self._steps[at].get(_key(rng_key, prompt))
+        return None if record is None else replace(record, place=0)
 
-    def write(self, episode: Episode, tape: Tape) -> None:
-        """Appends the record of an episode that has ended."""
-        line = json.dumps({"key": _key(episode), "counts": dict(tape.counts), "calls": tape.calls})
-        seed, step = episode.rng_key[:2]
+    def write(self, rng_key: RngKey, prompt: Prompt, tape: Tape) -> None:
+        """Appends the record of an episode that has ended. Args: rng_key, prompt: of the episode. tape: its record."""
+        line = json.dumps({"key": _key(rng_key, prompt), "counts": dict(tape.counts), "calls": tape.calls})
+        seed, step = rng_key[:2]
         with (self.folder / f"{seed}-{step:06d}-{os.getpid()}.jsonl").open("a") as file:
             file.write(f"{line}\n")
 
@@ -123,9 +163,9 @@ class RecordedAnswers:
         return tapes
 
 
-def _key(episode: Episode) -> str:
+def _key(rng_key: RngKey, prompt: Prompt) -> str:
     """Returns the place of an episode in its step, with a digest of its prompt."""
-    return f"{episode.rng_key[2]}_{episode.generation}_{_digest(episode.prompt.tokens)}"
+    return f"{rng_key[2]}_{rng_key[3]}_{_digest(prompt.tokens)}"
 
 
 def _digest(ids: np.ndarray) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from whet.envs.multi_turn import PROMPT, room_after, run_turns
+from whet.envs.recorded import Tape
 from whet.envs.tool_calls import ToolTemplate
 from whet.envs.tools import ToolCounts, Tools
 from whet.rollout.base import Output, Sampling
@@ -88,17 +89,24 @@ class ToolEpisodes:
         self.counts = ToolCounts()
 
     def run_episode(
-        self, episode: Episode, sampling: Sampling, *, start: Callable[[Episode], tuple[Prompt, Tools]]
+        self, episode: Episode, sampling: Sampling, *, start: Callable[[Episode], tuple[Prompt, Tools, Tape | None]]
     ) -> Turns:
-        """Runs an episode. Args: sampling: of one turn. start: gives the episode's prompt and tools."""
-        prompt, tools = start(episode)
-        transcript = ToolTranscript(prompt, self.template, tools)
+        """Runs an episode.
+
+        Args: sampling: of one turn. start: gives the episode's prompt, tools and recorded answers; None = no record.
+        Raises: DivergedError: the episode has gone another way than its record.
+        """
+        prompt, tools, tape = start(episode)
+        transcript, counts = ToolTranscript(prompt, self.template, tools), ToolCounts()
+
+        def run(calls: Any) -> Generator[ExternalCall, Any, Sequence[Message]]:
+            return (yield ExternalCall(function=lambda: tools.run(calls, counts), name="the tools"))
 
         def respond() -> Generator[ExternalCall, Any, Sequence[Message]]:
             calls = transcript.messages[-1].get("tool_calls")
             if not calls:
                 return []
-            return (yield ExternalCall(function=lambda: tools.run(calls, self.counts), name="the tools"))
+            return (yield from run(calls) if tape is None else tape.ask("the tools", transcript.context, run(calls)))
 
         yield from run_turns(
             episode,
@@ -108,4 +116,8 @@ class ToolEpisodes:
             room=room_after(prompt.tokens, max_tokens=self.max_tokens, max_length=self.max_length),
             max_turns=None if self.max_rounds is None else self.max_rounds + 1,
         )
+        if tape is not None:
+            tape.ask_now("end", transcript.context, lambda: None)  # what the model said last is compared too
+            tape.keep_counts(counts)
+        self.counts.add(counts)
         return transcript.completion(episode)

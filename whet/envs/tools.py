@@ -36,6 +36,10 @@ class ToolCounts:
     calls: int = 0
     failures: int = 0
 
+    def add(self, other: ToolCounts) -> None:
+        """Adds the numbers of an episode."""
+        self.calls, self.failures = self.calls + other.calls, self.failures + other.failures
+
     def take(self, completions: int) -> dict[str, float]:
         """tools/call_frequency, calls per completion, and tools/failure_frequency, failures per call; resets both."""
         metrics = {

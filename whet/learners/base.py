@@ -218,12 +218,12 @@ class RLLearner:
 
         Reads: index, prompts, first, mode. Writes: groups, versions, metrics.
         """
-        before = self.cluster.rollout.stats()
+        before = self.cluster.engine.stats()
         with self.cluster.trace.span("rollout"):
             first = {"first": step.first} if step.first else {}
             groups = self.rollout(step.prompts, step=step.index, mode=step.mode, **first)
         versions = np.unique(np.concatenate([np.empty(0, int), *(c.versions for g in groups for c in g.completions)]))
-        stats = merge(*self.cluster.ranks.all_gather(engine_metrics(self.cluster.rollout.stats().since(before))))
+        stats = merge(*self.cluster.ranks.all_gather(engine_metrics(self.cluster.engine.stats().since(before))))
         waits = [sum(c.seconds.values()) for g in groups for c in g.completions if c.seconds]
         soonest = {"time/rollout/first_completion": Min(min(waits))} if waits else {}
         gap = self.cluster.pop_sync_gap()

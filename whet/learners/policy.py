@@ -162,7 +162,7 @@ class PolicyLearner(RLLearner):
     @property
     def records_sampler(self) -> bool:
         """Whether batch.sampler_logprobs are of the policy that sampled."""
-        return self.cluster.rollout.caps.logprobs
+        return self.cluster.engine.caps.logprobs
 
     def check(self, cluster: RLCluster) -> None:
         """Raises ConfigError where cluster and configuration don't fit; warns of settings that rarely make sense."""
@@ -187,14 +187,14 @@ class PolicyLearner(RLLearner):
         if self.needs_teacher:
             check_teacher(cluster, self.teacher_column or "", c.policy_loss_fn)
         compares = c.sampler_is is not None or self.objective.has(off_policy_mask, sampler_kl_mask, sampler_rejection)
-        if compares and not cluster.rollout.caps.logprobs:
+        if compares and not cluster.engine.caps.logprobs:
             raise ConfigError(
                 f"algo.sampler_is={c.sampler_is!r}, algo.loss_masks={list(c.loss_masks)}: the engine reports no "
                 "logprobs to compare with; set algo.sampler_is=None and leave out off-policy, sampler-kl and "
                 "sampler-rejection"
             )
         warn_about_config(c, cluster.rollout_for().max_tokens_to_generate)
-        if c.policy_loss_fn == "reinforce" and c.sampler_is is None and not cluster.rollout.caps.shared_weights:
+        if c.policy_loss_fn == "reinforce" and c.sampler_is is None and not cluster.engine.caps.shared_weights:
             log.warning(
                 "the engine computes other logprobs than the trainer, and policy_loss_fn='reinforce' has no ratio that "
                 "corrects for it; set algo.sampler_is='token'"
@@ -245,7 +245,7 @@ class PolicyLearner(RLLearner):
         if source == "trainer":
             with cluster.trace.span("old_logprobs"):
                 batch = batch.replace(old_logprobs=cluster.actor.logprobs(batch).logprobs)
-            if cluster.rollout.caps.logprobs:
+            if cluster.engine.caps.logprobs:
                 batch, metrics = compare_sampler(batch, self.algo_config)
                 step = step.log(metrics)
         elif source == "sampler":
@@ -265,7 +265,7 @@ class PolicyLearner(RLLearner):
         Args: num_groups: of the step. stale: the policy versions of trained tokens that are not the actor's own now.
         Raises: EngineError: they are needed, and the engine reports no logprobs.
         """
-        c, caps = self.algo_config, self.cluster.rollout.caps
+        c, caps = self.algo_config, self.cluster.engine.caps
         if c.sampler_is is not None or self.objective.has(sampler_rejection) or not c.use_rollout_logps:
             return "trainer"
         updates, sampled_kl = self.num_updates(num_groups), self.kl_controller.needs_sampled_kl

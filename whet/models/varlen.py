@@ -27,9 +27,9 @@ from whet.models.flex import FlexCase, compare_with_plain, describe_case, run_ap
 from whet.ops.masked import fp32_or_wider
 
 try:
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
 except ImportError:
-    varlen_attn = None
+    AuxRequest = varlen_attn = None
 
 __all__ = ["OPERATORS", "VarlenRow", "attend_sequences", "varlen_unsupported_reason"]
 

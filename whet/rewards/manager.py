@@ -218,12 +218,18 @@ class RewardManager:
             extras=extras,
         )
 
-    def _call_functions(self, inputs: RewardInputs, seen: np.ndarray) -> CallResults:
-        """Calls the functions on some trajectories; the rewards of the others are NaN. Args: seen: Bool [J]."""
+    def _call_functions(
+        self, inputs: RewardInputs, seen: np.ndarray, names: Sequence[str] | None = None
+    ) -> CallResults:
+        """Calls the functions on some trajectories; the rewards of the others are NaN.
+
+        Args: seen: Bool [J]. names: of the functions; None = all.
+        """
+        fns = self.fns if names is None else {name: self.fns[name] for name in names}
         if not seen.any():
-            return CallResults({name: np.full(len(seen), math.nan) for name in self.fns}, {}, {})
+            return CallResults({name: np.full(len(seen), math.nan) for name in fns}, {}, {})
         results = call_rewards(
-            self.fns,
+            fns,
             inputs if seen.all() else inputs.select(np.flatnonzero(seen)),
             timeout_s=self.timeout_s,
             on_error=self.on_error,

@@ -202,9 +202,9 @@ class EngineCaps:
     logprobs: bool = True
     """Reports the sampler's logprobs."""
     shared_weights: bool = False
-    """Reads the trainer's own parameters: `update(version)` needs no weights."""
+    """Reads the trainer's own parameters: `update_weights(version)` needs no weights."""
     adapters: bool = False
-    """Its copy of a model with an adapter keeps the adapter separate: `update` takes only the trained tensors."""
+    """Its copy of a model with an adapter keeps the adapter apart: `update_weights` takes only the trained tensors."""
     keyed_draws: bool = False
     """Draws depend only on Request.rng_key, not on other requests of the batch."""
     stop_strings: bool = True
@@ -219,7 +219,7 @@ class EngineCaps:
     peek: bool = False
     """`peek` shows tokens as they are drawn."""
     updates_in_flight: bool = False
-    """`update` may come between two tokens of a completion; without it, only between two completions."""
+    """`update_weights` may come between two tokens of a completion; without it, only between two completions."""
     conversations: bool = False
     """Keeps the KV of a conversation, so that its next turn runs only the new tokens."""
     constraints: bool = False
@@ -322,7 +322,7 @@ class RolloutEngine(Protocol):
         """Ends requests now. Returns: their tokens so far, with finish_reason "abort"."""
         ...
 
-    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
+    def update_weights(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
         """Takes a new policy version, and new weights where it has its own; drops the KV of the old ones."""
         ...
 
@@ -330,7 +330,7 @@ class RolloutEngine(Protocol):
         """Frees KV memory (and weights, where the engine has its own)."""
         ...
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """Undoes sleep."""
         ...
 

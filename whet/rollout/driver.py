@@ -1,12 +1,12 @@
-"""Rollouts: runs episodes in an engine, and returns each group of completions as soon as its last episode has ended.
+"""RolloutDriver: runs episodes in an engine, and returns each group of completions as soon as its last episode ends.
 
 An episode is a generator: it yields requests, is sent their outputs, and returns its completions. So many episodes
 interleave in one engine. A completion to a prompt (`single_turn`) yields once; an environment with ten turns yields ten
 times. It may also yield an ExternalCall, such as a tool: the engine goes on with the other episodes until the call
 ends. The key of a draw is that of its episode and turn, so a transcript does not depend on which call ends first. Only
-`Rollouts` calls an engine's submit and step (besides `stream`, which shows tokens to a person).
+`RolloutDriver` calls an engine's submit and step (besides `stream`, which shows tokens to a person).
 
-    rollouts = Rollouts(engine)
+    rollouts = RolloutDriver(engine)
     rollouts.start(episodes)
     while groups := rollouts.ready():       # as they end; more may be started at any time
         ...
@@ -33,7 +33,7 @@ from whet.rollout.external_calls import CallResult, ExternalCall, ExternalCalls
 from whet.rollout.output_check import check_output
 from whet.types import Completion, Group, Prompt
 
-__all__ = ["Episode", "GroupKey", "Rollouts", "Turns", "completion", "single_turn", "single_turns", "stream"]
+__all__ = ["Episode", "GroupKey", "RolloutDriver", "Turns", "completion", "single_turn", "single_turns", "stream"]
 
 log = logging.getLogger("whet")
 
@@ -70,7 +70,7 @@ class Episode:
     ...     second = yield episode.request(context, Sampling(max_tokens=2))
     ...     return completion(first, answer, second, generation=episode.generation)
     >>> prompt = Prompt(tokens=np.array([5, 6], np.int32), source="", row=0)
-    >>> (group,) = Rollouts(MockEngine()).run([Episode(prompt, (0, 1, 0, 0), twice)])
+    >>> (group,) = RolloutDriver(MockEngine()).run([Episode(prompt, (0, 1, 0, 0), twice)])
     >>> group.completions[0].versions.tolist()
     [0, 0, 0, -1, -1, 0, 0]
     """
@@ -119,7 +119,7 @@ class Episode:
         Args:
             tokens: int32 [P], the prompt and everything after it.
             sampling, conversation, expected: as in Request.
-        Returns: the request, to be yielded; Rollouts sets its id.
+        Returns: the request, to be yielded; RolloutDriver sets its id.
         """
         draw, self._draws = self._draws, self._draws + sampling.max_tokens
         return Request(
@@ -247,7 +247,7 @@ class _GroupInFlight:
         return Group(prompt=ordered[0].episode.prompt, completions=completions, rewards=rewards)
 
 
-class Rollouts:
+class RolloutDriver:
     """Runs episodes in an engine. After an error none of their requests stays in it.
 
     Args:

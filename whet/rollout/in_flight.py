@@ -44,6 +44,8 @@ class InFlightRequest:
     """Its place in the language of its constraint."""
     plan: int = 0
     """In the embedded engine: the index of its SamplingPlan."""
+    place: int = 0
+    """In an engine with a KVPool: the first place of the tokens drawn since it was admitted."""
 
     @property
     def remaining(self) -> int:

@@ -20,7 +20,7 @@ from whet.observe.trace import Trace
 from whet.parallel.ranks import Ranks
 from whet.rollout.base import RolloutEngine, Sampling
 from whet.rollout.build import describe_engine
-from whet.rollout.driver import Episode, GroupKey, Rollouts, Turns, single_turn
+from whet.rollout.driver import Episode, GroupKey, RolloutDriver, Turns, single_turn
 from whet.rollout.length_history import LengthHistory
 from whet.rollout.sync_check import SyncCheck
 from whet.types import Group, Prompt
@@ -59,21 +59,21 @@ class PolicyRollouts:
     ) -> None:
         self._trace = trace
         self._build, self._policy, self._vocab_size, self._ranks = build, policy, vocab_size, ranks or Ranks()
-        self._driver: Rollouts | None = None
+        self._driver: RolloutDriver | None = None
         self.sync_check = SyncCheck(check_every, self._ranks)
         self._lengths = LengthHistory()
         self._next_id = 0
         self.engine_released = False
         """Whether the engine is asleep, and has to be woken before it samples."""
         self.should_stop: Callable[[], bool] | None = None
-        """As that of Rollouts."""
+        """As that of RolloutDriver."""
 
     @property
-    def driver(self) -> Rollouts:
+    def driver(self) -> RolloutDriver:
         """Runs episodes in the engine, which is built here at the first use; it may be released."""
         if self._driver is None:
             options = {"next_id": self._next_id, "vocab_size": self._vocab_size, "trace": self._trace}
-            self._driver = Rollouts(self._build(), **options)
+            self._driver = RolloutDriver(self._build(), **options)
             if self._policy.version:
                 self._update()
         self._driver.should_stop = self.should_stop
@@ -169,7 +169,7 @@ class PolicyRollouts:
             self.sync()
         else:
             self.engine_released = False
-            self.engine.wake()
+            self.engine.wake_up()
 
     def sync(self) -> None:
         """Wakes the engine, and gives it the policy's weights and version."""
@@ -177,18 +177,18 @@ class PolicyRollouts:
             return  # it will be built with these weights
         caps = self.engine.caps
         if caps.sleep and (self.engine_released or caps.shared_weights):
-            self.engine.wake()
+            self.engine.wake_up()
         self.engine_released = False
         self._update()
 
     def _update(self) -> None:
         policy, caps = self._policy, self.engine.caps
         if caps.shared_weights:
-            self.engine.update(policy.version, None)
+            self.engine.update_weights(policy.version, None)
             return
         weights = _whole(policy.trained_weights() if caps.adapters else policy.named_weights())
         try:
-            self.engine.update(policy.version, self.sync_check.watch(policy.version, weights))
+            self.engine.update_weights(policy.version, self.sync_check.watch(policy.version, weights))
         finally:
             for _ in weights:  # the other processes gather what this one's engine refused to read
                 pass

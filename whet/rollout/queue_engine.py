@@ -62,7 +62,7 @@ class QueueEngine:
     def check_awake(self) -> None:
         """Raises EngineError while the engine is asleep."""
         if self._asleep:
-            raise EngineError("the engine is asleep; call wake() first")
+            raise EngineError("the engine is asleep; call wake_up() first")
 
     def finish(self, requests: Sequence[Request], outputs: list[Output]) -> list[Output]:
         """Counts the tokens of finished requests. Returns: the outputs."""
@@ -90,7 +90,7 @@ class QueueEngine:
             generated=self._generated,
         )
 
-    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
+    def update_weights(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
         """Takes a new policy version. Raises EngineError: weights were given to an engine that shares the trainer's."""
         if weights is not None:
             self.load_weights(weights)
@@ -99,15 +99,15 @@ class QueueEngine:
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Takes new weights. Args: weights: (name, tensor), each parameter once."""
         raise EngineError(
-            f"the {self._kind} engine reads the trainer's own parameters; call update(version) without weights (a "
-            "class of your own sets caps = EngineCaps(shared_weights=True), or takes weights in load_weights)"
+            f"the {self._kind} engine reads the trainer's own parameters; call update_weights(version) without weights "
+            "(a class of your own sets caps = EngineCaps(shared_weights=True), or takes weights in load_weights)"
         )
 
     def sleep(self) -> None:
         """Refuses to step until wake; no memory is held between steps."""
         self._asleep = True
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """Undoes sleep."""
         self._asleep = False
 

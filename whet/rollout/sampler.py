@@ -34,7 +34,7 @@ from whet.observe.environment import trained_dtype
 from whet.rollout.base import PartialOutput, Request, RolloutEngine, Sampling
 from whet.rollout.build import make_engine, make_sampling
 from whet.rollout.choose import AUTO, choose_engine
-from whet.rollout.driver import Episode, Rollouts, Turns, single_turns, stream
+from whet.rollout.driver import Episode, RolloutDriver, Turns, single_turns, stream
 from whet.rollout.generate_options import num_beams, validate_options
 from whet.rollout.text import as_batch, encode_texts, pad_left
 from whet.types import Group, Message, Prompt
@@ -380,7 +380,7 @@ class Sampler:
                 f"temperature=0.0 takes the likeliest token, so {num_generations} generations would all be the "
                 "same; set a temperature above 0"
             )
-        rollouts = Rollouts(self.engine(first_sampling), next_id=self._next_id)
+        rollouts = RolloutDriver(self.engine(first_sampling), next_id=self._next_id)
         episodes = single_turns(prompts, sampling, num_generations=num_generations, rng_key=(seed, 0, first))
         if run_episode is not None:
             for episode in episodes:
@@ -438,7 +438,7 @@ class Sampler:
                 tensor.copy_(state[name])
         self._version += 1
         for engine in self._engines.values():
-            engine.update(self._version, None if engine.caps.shared_weights else iter(current.items()))
+            engine.update_weights(self._version, None if engine.caps.shared_weights else iter(current.items()))
 
     def close(self) -> None:
         """Frees the engines' memory; nothing can be drawn after."""

@@ -1,8 +1,8 @@
 """SGLangEngine: SGLang's offline `Engine`, which decodes in its own processes with its own copy of the weights.
 
-Each request is a coroutine, so finished requests return as they finish. `update` and `sleep` abort requests in flight
-inside SGLang, keep their tokens, and submit the rest again, so that its KV is recomputed under the new weights. Stop
-strings are found when SGLang has finished a completion, which is truncated there (stopping.py).
+Each request is a coroutine, so finished requests return as they finish. `update_weights` and `sleep` abort requests in
+flight inside SGLang, keep their tokens, and submit the rest again, so that its KV is recomputed under the new weights.
+Stop strings are found when SGLang has finished a completion, which is truncated there (stopping.py).
 Written from the source of SGLang 0.5.23, which needs a GPU. It has not been run: its logic is tested against a
 stand-in. Left out on purpose: servers, several devices, LoRA, the tokens of a request in flight.
 """
@@ -161,7 +161,7 @@ class SGLangEngine(ExternalEngine):
         Raises: EngineError: the engine is asleep, or SGLang failed.
         """
         if self._asleep:
-            raise EngineError("the engine is asleep; call wake() first")
+            raise EngineError("the engine is asleep; call wake_up() first")
         if self._tasks and not self._done:
             limit = None if timeout_s is None else max(timeout_s, WAIT)
             waiting = asyncio.wait(list(self._tasks), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
@@ -221,7 +221,7 @@ class SGLangEngine(ExternalEngine):
 
     # ---- weights and memory --------------------------------------------------------------------------------------
 
-    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
+    def update_weights(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
         """Takes a new policy version. Requests in flight continue under it, with their KV recomputed.
 
         Args: version: stamped on tokens from now on. weights: (Hugging Face name, tensor), every parameter.
@@ -229,8 +229,8 @@ class SGLangEngine(ExternalEngine):
         """
         if weights is None:
             raise EngineError(
-                "SGLang holds its own copy of the weights; call update(version, worker.named_weights()); without them "
-                "only the version number would change"
+                "SGLang holds its own copy of the weights; call update_weights(version, worker.named_weights()); "
+                "without them only the version number would change"
             )
         self._halt(self._in_flight)
         self._send(weights)
@@ -264,7 +264,7 @@ class SGLangEngine(ExternalEngine):
             self._engine.release_memory_occupation(tags=KV)
         self._asleep = True
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """Undoes sleep."""
         if self._asleep:
             self._engine.resume_memory_occupation(tags=KV)

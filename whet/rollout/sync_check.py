@@ -19,7 +19,7 @@ from whet.errors import EngineError
 from whet.models.self_check import probe_tokens, tolerance_for
 from whet.parallel.ranks import Ranks
 from whet.rollout.base import Sampling, sampling_processors
-from whet.rollout.driver import Rollouts, single_turn
+from whet.rollout.driver import RolloutDriver, single_turn
 from whet.types import Prompt, TokenBatch
 from whet.util.tensor_sums import tensor_sums
 
@@ -62,7 +62,7 @@ class SyncCheck:
             yield name, weight
         self._sums = sums
 
-    def finish(self, driver: Rollouts, policy: ModelWorker, vocabulary: int | None) -> None:
+    def finish(self, driver: RolloutDriver, policy: ModelWorker, vocabulary: int | None) -> None:
         """Checks the last sync, if that is due and the engine is idle. Every rank must call it.
 
         Args: driver: of the engine. policy: whole on this rank. vocabulary: number of ids; None = unknown.
@@ -88,7 +88,7 @@ class SyncCheck:
 
 
 @torch.no_grad()
-def _probe(driver: Rollouts, policy: ModelWorker, vocabulary: int) -> float:
+def _probe(driver: RolloutDriver, policy: ModelWorker, vocabulary: int) -> float:
     """Returns the mean difference of the engine's logprobs of a few tokens from the policy's."""
     next_id = driver.next_id
     prompt = Prompt(tokens=np.array(probe_tokens(vocabulary), np.int32), source="")

@@ -132,7 +132,7 @@ class VLLMEngine(ExternalEngine):
         try:
             self._positions = int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
             # Also where a folder has the same weights: a parameter that can't be updated shows now, not after a step.
-            self.update(0, merged_weights(module))
+            self.update_weights(0, merged_weights(module))
             self.backends = {"vllm": self._vllm.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
             """vLLM's version, and the mean difference of its logprobs of a prompt from the module's."""
         except BaseException:
@@ -184,9 +184,11 @@ class VLLMEngine(ExternalEngine):
         Raises: EngineError: the engine is asleep.
         """
         if self._asleep:
-            raise EngineError("the engine is asleep; call wake() first")
+            raise EngineError("the engine is asleep; call wake_up() first")
         if not self._has_weights:
-            raise EngineError("vLLM dropped its weights while it slept; call update(version, weights) after wake()")
+            raise EngineError(
+                "vLLM dropped its weights while it slept; call update_weights(version, weights) after wake_up()"
+            )
         start = time.monotonic()
         while not self._done and self._in_flight:
             self._step_vllm()
@@ -265,7 +267,7 @@ class VLLMEngine(ExternalEngine):
 
     # ---- weights and memory --------------------------------------------------------------------------------------
 
-    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
+    def update_weights(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
         """Takes a new policy version. Requests in flight continue under it, with their KV recomputed.
 
         Args: version: stamped on tokens from now on. weights: (Hugging Face name, tensor), every parameter.
@@ -273,11 +275,13 @@ class VLLMEngine(ExternalEngine):
             refused them, and it has a mixture then.
         """
         if self._sleeps and self._asleep:
-            raise EngineError("vLLM has no memory for weights while it sleeps; call wake() first, then update()")
+            raise EngineError(
+                "vLLM has no memory for weights while it sleeps; call wake_up() first, then update_weights()"
+            )
         if weights is None:
             raise EngineError(
-                "vLLM holds its own copy of the weights; call update(version, worker.named_weights()); without them "
-                "only the version number would change"
+                "vLLM holds its own copy of the weights; call update_weights(version, worker.named_weights()); without "
+                "them only the version number would change"
             )
         self._record_drawn(list(self._in_flight))
         try:
@@ -306,8 +310,9 @@ class VLLMEngine(ExternalEngine):
             self._has_weights = False
         self._asleep = True
 
-    def wake(self) -> None:
-        """Undoes sleep. Where that dropped the weights, it takes memory for new ones; `update` brings them, then KV.
+    def wake_up(self) -> None:
+        """Undoes sleep. Where that dropped the weights, it takes memory for new ones; `update_weights` brings them,
+        then KV.
 
         So weights and their copies in the trainer never lie next to a cache that nobody reads.
         """

@@ -17,7 +17,8 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ import numpy as np
 from whet.config.rollout import RolloutConfig
 from whet.envs.agent import AGENT_REWARD, load_agent
 from whet.envs.failures import EpisodeFailures
+from whet.envs.recorded import RecordedAnswers, Tape
 from whet.envs.sessions import Session
 from whet.errors import DataError, RewardError, format_value
 from whet.rewards.call import function_name
@@ -52,6 +54,7 @@ class AgentEpisodes:
         timeout_s: of an agent; None = no deadline.
         failures: what follows when the agent raises, is late, returns no number, or never calls the model: the run
             ends, or the episode does, without a reward (finish_reason "error"). None = the run ends.
+        answers: where the calls and rewards of agents are recorded, and found again; None = they are not.
     """
 
     def __init__(
@@ -61,9 +64,10 @@ class AgentEpisodes:
         *,
         timeout_s: float | None,
         failures: EpisodeFailures | None = None,
+        answers: RecordedAnswers | None = None,
     ) -> None:
         self.agent, self.model, self.timeout_s = agent, model, timeout_s
-        self.failures = failures or EpisodeFailures()
+        self.failures, self.answers = failures or EpisodeFailures(), answers
         self.name = f"agent {function_name(agent)}"
         self.server = AgentServer(model)
         self._agents = ExternalCalls()
@@ -96,7 +100,10 @@ class AgentEpisodes:
             chat_template_kwargs=config.chat_template_kwargs,
             system_prompt=system_prompt,
         )
-        return cls(load_agent(config.agent), model, timeout_s=config.agent_timeout_s, failures=failures)
+        answers = None if config.answers_dir is None else RecordedAnswers(config.answers_dir)
+        return cls(
+            load_agent(config.agent), model, timeout_s=config.agent_timeout_s, failures=failures, answers=answers
+        )
 
     def close(self) -> None:
         """Ends all agents, and the server."""
@@ -104,26 +111,42 @@ class AgentEpisodes:
 
     def run_episode(self, episode: Episode, sampling: Sampling) -> Turns:
         """Runs an episode. Args: sampling: its max_tokens is the most of one call."""
-        return self.failures.run_with_retries(episode, lambda: self._run_once(episode, sampling))
+        if self.answers is None:
+            run = lambda: self._run_once(episode, sampling, Tape(replays=False))
+        else:
+            run = functools.partial(
+                self.answers.replay_or_run, episode, lambda tape: self._run_once(episode, sampling, tape)
+            )
+        return self.failures.run_with_retries(episode, run)
 
-    def _run_once(self, episode: Episode, sampling: Sampling) -> Turns:
+    def _run_once(self, episode: Episode, sampling: Sampling, tape: Tape) -> Turns:
         model = self.model.with_sampling(sampling)
-        session, inbox, number = Session(model), self.server.open_episode(), self._number
+        session, number = Session(model), self._number
         self._number += 1
+        inbox = None if tape.replays else self.server.open_episode()
         seen: list[ApiError] = []
         try:
-            self._start(number, inbox, episode)
+            if inbox is not None:
+                self._start(number, inbox, episode)
             end = None
             while end is None:
-                events = yield ExternalCall(function=inbox.get, name=self.name, phase="agent", only_waits=True)
-                end = next((e for e in events if isinstance(e, AgentEnd)), None)
-                calls = [e for e in events if isinstance(e, AgentCall)]
-                yield from self._answer(episode, model, session, calls if end is None else [])
+                said = np.concatenate([np.zeros(0, np.int32), *(node.output.tokens for node in session.nodes)])
+                if inbox is None:
+                    calls, end = _read_events(tape.next(self.name, said))
+                else:
+                    events = yield ExternalCall(function=inbox.get, name=self.name, phase="agent", only_waits=True)
+                    end = next((e for e in events if isinstance(e, AgentEnd)), None)
+                    calls = [e for e in events if isinstance(e, AgentCall)]
+                answered = calls if end is None else []
+                yield from self._answer(episode, model, session, answered)
+                if inbox is not None and self.answers is not None:  # after it: which calls were abandoned is known
+                    tape.add(self.name, said, _events_record(answered, end))
                 seen += [call.answer for call in calls if isinstance(call.answer, ApiError)]
                 _refuse(calls)
         finally:
-            self.server.close_episode(inbox)
-            self._agents.cancel([number])
+            if inbox is not None:
+                self.server.close_episode(inbox)
+                self._agents.cancel([number])
         return self._completions(episode, session, end, any(error.code == CONTEXT_CODE for error in seen))
 
     # ---- the agent -----------------------------------------------------------------------------------------------
@@ -220,6 +243,31 @@ async def _run_agent(function: Callable[[], Any], inbox: Inbox, name: str, timeo
         inbox.put(end)
     except ApiError:  # its episode has ended, which cancelled it
         log.debug("%s ended after its episode", name)
+
+
+def _events_record(calls: Sequence[AgentCall], end: AgentEnd | None) -> dict[str, Any]:
+    """Returns what an agent has done, for JSON. Args: calls: of the model. end: of the agent, if it has ended."""
+    record: dict[str, Any] = {
+        "calls": [{**call.as_record(), "answered": isinstance(call.answer, list)} for call in calls]
+    }
+    if end is not None:
+        value = None
+        if end.value is not None:
+            with suppress(TypeError, ValueError):  # the episode fails by such a value, and is not recorded
+                value = np.asarray(end.value, float).tolist()
+        record["end"] = {"value": value, "raised": end.error is not None}
+    return record
+
+
+def _read_events(record: Mapping[str, Any]) -> tuple[list[AgentCall], AgentEnd | None]:
+    """Returns calls and end of `_events_record`."""
+    calls = [AgentCall.from_record(call) for call in record["calls"]]
+    for call, known in zip(calls, record["calls"], strict=True):
+        call.is_abandoned = not known["answered"]
+    end = record.get("end")
+    if end is None:
+        return calls, None
+    return calls, AgentEnd(value=end["value"], error=RuntimeError("recorded") if end["raised"] else None)
 
 
 def _refuse(calls: Sequence[AgentCall]) -> None:

@@ -19,7 +19,7 @@ import itertools
 import logging
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,17 @@ class AgentCall:
         """Whether the client has gone. What it never received is not trained."""
         self.call: Call
         self._answered = threading.Event()
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> AgentCall:
+        """Returns the call of `as_record`."""
+        body_class, call_class = ROUTES[record["path"]]
+        return cls(call_class, body_class.model_validate(record["body"]))
+
+    def as_record(self) -> dict[str, Any]:
+        """Returns path and body for JSON."""
+        path = next(path for path, (_, call_class) in ROUTES.items() if call_class is self.call_class)
+        return {"path": path, "body": self.body.model_dump(mode="json", exclude_unset=True)}
 
     def begin(self, model: ChatModel, session: Session) -> Call | None:
         """Returns the call of the engine; None = it was refused. Args: session: that records it."""

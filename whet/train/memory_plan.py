@@ -57,6 +57,10 @@ RESERVE = 1.5e9
 """Bytes for a CUDA context, the kernels' workspaces and holes of the allocator: a guess that no GPU has confirmed."""
 VLLM_BYTES = 2e9
 """Bytes of vLLM's workspace and graphs in a rollout, half of which stay while it sleeps: a guess too."""
+GRAPH_BYTES = 1e8
+"""Bytes of the captured decode steps of whet's engine, without what a step computes: a guess."""
+GRAPH_ROWS = 256
+"""Rows of the largest captured step."""
 MOMENT_BYTES = {"adamw": 8.0, "adam": 8.0, "adamw8bit": 2.1, "muon": 4.0, "sgd": 0.0}
 """Bytes of an optimizer's state for each trained parameter."""
 _BYTES_IN_4_BITS = 0.5 + 4 / 64
@@ -365,17 +369,20 @@ def _held_in_passes(
 ) -> list[Part]:
     """Returns the parts of a pass of training, and of the engine. Args: is_bounded: its cache is."""
     own_tokens = -(-tokens // config.trainer.context_parallel_size)
-    turns = copy = 0.0
+    turns = copy = graphs = 0.0
     if isinstance(config, RunConfig) and config.rollout_engine == "vllm":
         copy = float(sizes.dtype_bytes * sizes.parameters)
-    elif isinstance(config, RunConfig) and config.rollout.max_turns > 1 and not is_bounded:
-        turns = float(min(CONVERSATION_BYTES, sizes.kv_bytes * kv_tokens))
+    elif isinstance(config, RunConfig):
+        graphs = GRAPH_BYTES + GRAPH_ROWS * sizes.activation_bytes / sizes.layers
+        if config.rollout.max_turns > 1 and not is_bounded:
+            turns = float(min(CONVERSATION_BYTES, sizes.kv_bytes * kv_tokens))
     reserve = RESERVE if isinstance(config, RunConfig) else 0.0
     return [
         Part(f"activations, {own_tokens:,} tokens", 0.0, sizes.activations(own_tokens, checkpointing)),
         Part("logits of the head, in parts", 0.0, sizes.logits(own_tokens)),
         Part(f"KV cache, {kv_tokens:,} tokens", float(sizes.kv_bytes * kv_tokens), 0.0),
         Part("KV of earlier turns", turns, 0.0),
+        Part("captured decode steps", graphs, graphs),
         Part("weights of vLLM", copy, 0.0),
         Part("workspace and graphs of vLLM", VLLM_BYTES * bool(copy), VLLM_BYTES / 2 * bool(copy)),
         Part("reserve", reserve, RESERVE),

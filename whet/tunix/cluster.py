@@ -108,9 +108,9 @@ class RLEngine(cluster.RLCluster):
     # ---- workers -------------------------------------------------------------------------------------------------
 
     @property
-    def rollout(self) -> RolloutWorker:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def rollout(self) -> RolloutWorker:
         """The engine, with the methods of Tunix's rollout class; built when it is first asked for."""
-        return RolloutWorker(self, super().rollout)
+        return RolloutWorker(self, self.engine)
 
     @property
     def inference_worker(self) -> InferenceWorker:

@@ -3,8 +3,10 @@
 import json
 import random
 
+import agent_runs
+import environment_runs
+import numpy as np
 import pytest
-from environment_runs import learner
 from helpers import rows, same, weights_of
 
 from whet.envs.recorded import RecordedAnswers, Tape
@@ -49,15 +51,31 @@ def asks(messages):
     return [{"role": "user", "content": str(random.SystemRandom().randrange(1000))}]
 
 
+def agent(base_url, api_key, row):
+    """The same as an agent: it asks on or begins again, sometimes two questions at once or one that is refused."""
+    CREATED.append(row)
+    draw, messages = random.SystemRandom(), [{"role": "user", "content": row["prompt"]}]
+    for _ in range(draw.randrange(1, 4)):
+        messages += [agent_runs.ask(base_url, api_key, messages, max_tokens=draw.randrange(1, 6))]
+        messages += [{"role": "user", "content": str(draw.randrange(1000))}]
+    if draw.random() < 0.5:
+        agent_runs.refused(lambda: agent_runs.post(base_url, api_key, messages=messages, n=0))
+    agent_runs.post(base_url, api_key, messages=[*messages[2:]], n=2)
+    if draw.random() < 0.3:
+        agent_runs.ask(base_url, api_key, [{"role": "user", "content": "x" * 2000}])  # no room: it raises
+    return np.float32(draw.random()) if draw.random() < 0.5 else None
+
+
 def train(env, tmp_path, name, *, parts=(2,), answers="answers", evaluates=True):
     data = rows(8, answer=["1"] * 8)
-    reward = None if env is Weather else lambda completions, **_: [float(len(str(c)) % 7) for c in completions]
+    reward = lambda completions, **_: [float(len(str(c)) % 7) for c in completions]
+    learner = agent_runs.learner if env is agent else environment_runs.learner
     options = {"answers_dir": str(tmp_path / answers)} if answers else {}
     CREATED.clear()
     for last in parts:
         made = learner(
             env,
-            reward=reward,
+            reward=reward if env is asks else None,
             rollout=options,
             max_steps=last,
             run_dir=str(tmp_path / name),
@@ -66,10 +84,11 @@ def train(env, tmp_path, name, *, parts=(2,), answers="answers", evaluates=True)
             **({"resume": "latest"} if last != parts[0] else {}),
         )
         run = made.train(data, data[:2] if evaluates else None)
+        made.close()
     return weights_of(made.cluster.actor.module), {k: v for k, v in run.rows[-1].items() if "time" not in k}
 
 
-@pytest.mark.parametrize("env", [Weather, asks])
+@pytest.mark.parametrize("env", [Weather, asks, agent])
 @pytest.mark.full
 def test_a_recorded_run_is_resumed_and_repeated_to_the_bit_without_the_environment(env, tmp_path):
     whole, row = train(env, tmp_path, "whole")

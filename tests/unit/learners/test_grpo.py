@@ -56,7 +56,7 @@ def batches_of(monkeypatch, made, count=4):
 def test_the_engine_gives_up_its_memory_before_scores_are_computed(monkeypatch):
     made, held = learner(use_rollout_logps=False), []
     logprobs = made.cluster.actor.logprobs
-    note = lambda *args, **kw: (held.append(made.cluster.rollout.stats().kv_bytes), logprobs(*args, **kw))[1]
+    note = lambda *args, **kw: (held.append(made.cluster.engine.stats().kv_bytes), logprobs(*args, **kw))[1]
     monkeypatch.setattr(made.cluster.actor, "logprobs", note)
     made.train(rows(4))
     assert held == [0]
@@ -104,8 +104,8 @@ class Apart(HFEngine):
 
     caps = EngineCaps(shared_weights=False, keyed_draws=True)
 
-    def update(self, version, weights=None):
-        super().update(version)
+    def update_weights(self, version, weights=None):
+        super().update_weights(version)
 
 
 def test_an_engine_with_its_own_weights_gives_the_old_logprobs_of_a_single_update_too(monkeypatch):

@@ -340,7 +340,7 @@ def test_an_observer_may_sample_between_two_updates_from_the_weights_as_they_are
 
     c, plain = cluster(mini_batch_size=1, lr=5e-2), cluster(mini_batch_size=1, lr=5e-2)
     update = c.actor_trainer.update
-    c.actor_trainer.update = lambda *a, **k: (held.append(c.rollout.stats().kv_bytes), update(*a, **k))[1]
+    c.actor_trainer.update = lambda *a, **k: (held.append(c.engine.stats().kv_bytes), update(*a, **k))[1]
     asking = learner(c)
     asking.observers.append(Asking())
     asking.train(rows(4))

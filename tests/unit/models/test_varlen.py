@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.unit.models.test_attention import TREES, oracle, qkv
+from tests.varlen_standin import varlen_attn as standin
 from whet.models import attention, varlen
 from whet.models.attention import SegmentLayout
 from whet.models.flex import FlexCase
@@ -17,26 +18,6 @@ from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan, sequence_end
 
 CASE = FlexCase(torch.device("cuda"), torch.bfloat16, 4, 2, 8, 8, False, False)
 HOW = {"scale": 0.3, "window": None, "softcap": None, "sinks": None}
-
-
-def standin(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1),
-            enable_gqa=False, last_key=True):  # fmt: skip
-    """varlen_attn by its definition: sequence by sequence, the last query at the last key."""
-    assert enable_gqa or query.shape[1] == key.shape[1]
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and len(cu_seq_q) == len(cu_seq_k)
-    outs, counts = [], []
-    for a, b, c, d in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), cu_seq_k[:-1].tolist(), cu_seq_k[1:].tolist()):
-        q, k, v = (x.transpose(0, 1) for x in (query[a:b], key[c:d], value[c:d]))
-        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-        place = torch.arange(b - a)[:, None] + (d - c - (b - a) if last_key else 0)
-        seen = torch.arange(d - c) <= place + (window_size[1] if window_size[1] >= 0 else d)
-        if window_size[0] >= 0:
-            seen &= torch.arange(d - c) >= place - window_size[0]
-        scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
-        outs.append((scores.softmax(-1) @ v).transpose(0, 1))
-        counts.append((b - a, d - c))
-    assert (max_q, max_k) == tuple(map(max, zip(*counts, strict=True)))
-    return torch.cat(outs)
 
 
 @pytest.fixture(autouse=True)

@@ -265,8 +265,8 @@ def test_a_negative_number_of_steps_is_refused():
 def test_native_decode_steps_have_rows_of_their_own():
     c = cluster(small_model(0), rollout={"eos_tokens": [1]})
     prompts = [c.encoder()({"prompt": "1+1="}, 0)]
-    assert c.rollout.backends["kernels"].startswith("native")
-    assert c.describe()["rollout"]["kernels"] == c.rollout.backends["kernels"]
+    assert c.engine.backends["kernels"].startswith("native")
+    assert c.describe()["rollout"]["kernels"] == c.engine.backends["kernels"]
 
     def body(trace):
         with trace.span("rollout"):

@@ -14,7 +14,7 @@ from whet.observe import Trace, collect_environment, plot_curves, plots
 from whet.observe.plots import metric_series
 from whet.observe.trace import trace_folder
 from whet.rollout.base import Sampling
-from whet.rollout.driver import Episode, Rollouts, completion
+from whet.rollout.driver import Episode, RolloutDriver, completion
 from whet.rollout.external_calls import ExternalCall
 from whet.rollout.mock import MockEngine
 from whet.types import Prompt
@@ -100,7 +100,7 @@ def test_calls_of_tools_and_the_wait_for_them_are_traced():
 
     trace, prompt = Trace(), Prompt(tokens=np.array([5, 6], np.int32), source="", row=0)
     with trace.span("rollout"):
-        (group,) = Rollouts(MockEngine(), trace=trace).run([Episode(prompt, (0, 1, 0, 0), run)])
+        (group,) = RolloutDriver(MockEngine(), trace=trace).run([Episode(prompt, (0, 1, 0, 0), run)])
     assert trace.pop_times()["time/rollout/tool_wait"] >= 0.02 <= group.completions[0].seconds["tools"]
     assert {e["name"] for e in trace.events() if e["ph"] == "b"} == {"tools"}
 

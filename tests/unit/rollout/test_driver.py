@@ -1,4 +1,4 @@
-"""Rollouts: groups as they end, refilled, cancelled; episodes of several turns; whatever goes wrong leaves nothing."""
+"""RolloutDriver: groups as they end, refilled, cancelled; episodes of several turns; errors leave nothing behind."""
 
 import sys
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 
 from whet.errors import DataError, EngineError
 from whet.rollout.base import Output, PartialOutput, Request, Sampling
-from whet.rollout.driver import Episode, Rollouts, completion, single_turn, single_turns, stream
+from whet.rollout.driver import Episode, RolloutDriver, completion, single_turn, single_turns, stream
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.hf import HFEngine
 from whet.rollout.mock import MockEngine
@@ -59,7 +59,7 @@ def test_single_turns_equal_requests_submitted_by_hand(engine):
     want = {}
     while outputs := engine.step():
         want |= {o.id: o.tokens.tolist() for o in outputs}
-    groups = Rollouts(engine).run(single_turns(rows(), sampling, num_generations=3))
+    groups = RolloutDriver(engine).run(single_turns(rows(), sampling, num_generations=3))
     assert [g.prompt.row for g in groups] == [0, 1, 2, 3, 4]
     assert flat(tokens(groups)) == [want[i] for i in range(15)]
 
@@ -69,7 +69,7 @@ def test_requests_are_numbered_in_order_and_a_group_by_its_first(monkeypatch):
     submit = made.submit
     note = lambda work: seen.append([(r.id, r.group, r.rng_key) for r in work]) or submit(work)
     monkeypatch.setattr(made, "submit", note)
-    rollouts = Rollouts(made, next_id=10)
+    rollouts = RolloutDriver(made, next_id=10)
     rollouts.run(single_turns(rows(2), Sampling(), num_generations=2, rng_key=(3, 4, 5)))
     assert seen == [[(10, 10, (3, 4, 5, 0)), (11, 10, (3, 4, 5, 1)), (12, 12, (3, 4, 6, 0)), (13, 12, (3, 4, 6, 1))]]
     assert rollouts.next_id == 14
@@ -78,8 +78,8 @@ def test_requests_are_numbered_in_order_and_a_group_by_its_first(monkeypatch):
 def test_groups_come_as_they_end_and_more_may_be_started_while_others_run(model):
     lengths = [Sampling(max_tokens=n) for n in (40, 2, 20, 2, 30)]
     engine = EmbeddedEngine(model, max_batch=6)
-    alone = tokens(Rollouts(engine).run(single_turns(rows(), lengths, num_generations=2)))
-    rollouts = Rollouts(engine)
+    alone = tokens(RolloutDriver(engine).run(single_turns(rows(), lengths, num_generations=2)))
+    rollouts = RolloutDriver(engine)
     keys = rollouts.start(single_turns(rows()[:3], lengths[:3], num_generations=2))
     assert keys == [(0, 0, 0), (0, 0, 1), (0, 0, 2)]
     order, got = [], {}
@@ -96,7 +96,7 @@ def test_groups_come_as_they_end_and_more_may_be_started_while_others_run(model)
 
 
 def test_ready_returns_when_the_time_is_up_and_goes_on_later(model):
-    rollouts = Rollouts(EmbeddedEngine(model))
+    rollouts = RolloutDriver(EmbeddedEngine(model))
     want = tokens(rollouts.run(single_turns(rows(2), Sampling(max_tokens=40))))
     rollouts.start(single_turns(rows(2), Sampling(max_tokens=40)))
     assert rollouts.ready(timeout_s=0.0) == [] and len(rollouts.in_flight) == 2
@@ -107,7 +107,7 @@ def test_ready_returns_when_the_time_is_up_and_goes_on_later(model):
 
 
 def test_cancelled_groups_leave_the_engine_and_the_others_draw_as_before(engine):
-    rollouts = Rollouts(engine)
+    rollouts = RolloutDriver(engine)
     work = lambda: single_turns(rows(), Sampling(max_tokens=20), num_generations=2)
     want = tokens(rollouts.run(work()))
     keys = rollouts.start(work())
@@ -125,7 +125,7 @@ def test_cancelled_groups_leave_the_engine_and_the_others_draw_as_before(engine)
 
 
 def test_a_run_leaves_to_ready_what_else_ends_meanwhile(model):
-    rollouts = Rollouts(EmbeddedEngine(model))
+    rollouts = RolloutDriver(EmbeddedEngine(model))
     rollouts.start(single_turns(rows(2), Sampling(max_tokens=2)))
     (other,) = rollouts.run(single_turns(rows(1), Sampling(max_tokens=30), rng_key=(1, 0, 0)))
     assert len(other.completions[0].tokens) == 30
@@ -140,7 +140,7 @@ class Stubborn(MockEngine):
 
 
 def test_what_an_engine_that_cannot_abort_gives_back_later_is_dropped():
-    rollouts = Rollouts(Stubborn(vocabulary=VOCABULARY))
+    rollouts = RolloutDriver(Stubborn(vocabulary=VOCABULARY))
     rollouts.cancel(rollouts.start(single_turns(rows(2), Sampling())))
     (group,) = rollouts.run(single_turns(rows(1), Sampling(max_tokens=3), rng_key=(1, 1, 1)))
     assert len(group.completions) == 1 and rollouts.engine.stats().in_flight == 0
@@ -182,7 +182,7 @@ def naive(engine, prompt, rng_key, sampling):
 
 def test_two_turns_equal_a_naive_loop_that_submits_each_alone(engine):
     sampling = Sampling(max_tokens=9, stop_ids=STOPS)
-    groups = Rollouts(engine).run(episodes(two_turns(sampling)))
+    groups = RolloutDriver(engine).run(episodes(two_turns(sampling)))
     for i, g in enumerate(groups):
         for c in g.completions:
             drawn, logprobs, versions = naive(engine, g.prompt.tokens, (0, 0, i, c.generation), sampling)
@@ -195,7 +195,7 @@ def test_two_turns_equal_a_naive_loop_that_submits_each_alone(engine):
 
 def test_interleaved_episodes_draw_what_each_draws_alone(engine):
     sampling = Sampling(max_tokens=9, stop_ids=STOPS)
-    rollouts = Rollouts(engine)
+    rollouts = RolloutDriver(engine)
     crowd = tokens(rollouts.run(episodes(two_turns(sampling)) + single_turns(rows(), sampling, rng_key=(1, 0, 0))))
     alone = [rollouts.run([e])[0] for e in episodes(two_turns(sampling))]
     assert flat(crowd[:5]) == flat(tokens(alone))
@@ -212,7 +212,7 @@ def test_the_turns_of_an_episode_never_share_a_number():
         drawn.append([len(o.tokens) for o in both] + [asked.draw])
         return [completion(o, generation=0) for o in (*both, third)]
 
-    (group,) = Rollouts(MockEngine(vocabulary=VOCABULARY)).run([Episode(rows(1)[0], (0, 0, 0, 0), run)])
+    (group,) = RolloutDriver(MockEngine(vocabulary=VOCABULARY)).run([Episode(rows(1)[0], (0, 0, 0, 0), run)])
     assert drawn == [[4, 6, 10]]  # outputs in the order asked; the third begins behind the 4 + 6 set aside
     assert [c.generation for c in group.completions] == [0, 0, 0]  # forks of one trajectory
     assert len({tuple(c.tokens[:4].tolist()) for c in group.completions}) == 3
@@ -221,7 +221,7 @@ def test_the_turns_of_an_episode_never_share_a_number():
 
 def test_a_turn_that_was_aborted_goes_on_where_it_stopped(model):
     engine, sampling = EmbeddedEngine(model), Sampling(max_tokens=12)
-    (whole,) = Rollouts(engine).run([single_turn(rows(1)[0], sampling, rng_key=(0, 0, 0, 0))])
+    (whole,) = RolloutDriver(engine).run([single_turn(rows(1)[0], sampling, rng_key=(0, 0, 0, 0))])
 
     def run(episode):  # the first four tokens, then the rest of the same turn
         asked = episode.request(episode.prompt.tokens, sampling)
@@ -229,7 +229,7 @@ def test_a_turn_that_was_aborted_goes_on_where_it_stopped(model):
         rest = yield asked.after(part.tokens)
         return completion(part, rest, generation=0)
 
-    (parts,) = Rollouts(engine).run([Episode(rows(1)[0], (0, 0, 0, 0), run)])
+    (parts,) = RolloutDriver(engine).run([Episode(rows(1)[0], (0, 0, 0, 0), run)])
     assert tokens([parts]) == tokens([whole])
 
 
@@ -254,7 +254,7 @@ def test_an_episode_that_raises_ends_all_and_closes_the_others():
         finally:
             closed.append(episode.rng_key)
 
-    rollouts = Rollouts(mock(per_step=1))
+    rollouts = RolloutDriver(mock(per_step=1))
     with pytest.raises(KeyError, match="broken world"):
         rollouts.run([Episode(rows(1)[0], (0, 0, 0, 0), watches), Episode(rows(1)[0], (0, 0, 1, 0), raises)])
     assert closed == [(0, 0, 0, 0)] and idle(rollouts)
@@ -295,7 +295,7 @@ def interrupt(outputs):
     ],
 )
 def test_an_engine_that_fails_is_left_with_nothing(fault, error, words):
-    rollouts = Rollouts(Faulty(fault))
+    rollouts = RolloutDriver(Faulty(fault))
     rollouts.start(single_turns(rows(4), Sampling(max_tokens=3), rng_key=(0, 7, 0)))
     assert len(rollouts.ready()) == 1
     with pytest.raises(error, match=words):
@@ -304,7 +304,7 @@ def test_an_engine_that_fails_is_left_with_nothing(fault, error, words):
 
 
 def test_a_refused_request_begins_nothing_and_others_go_on():
-    rollouts = Rollouts(mock(per_step=1))
+    rollouts = RolloutDriver(mock(per_step=1))
     rollouts.start(single_turns(rows(2), Sampling(max_tokens=3)))
     with pytest.raises(EngineError, match="max_tokens 0 must be at least 1"):
         rollouts.start(single_turns(rows(2), Sampling(max_tokens=0), rng_key=(1, 0, 0)))
@@ -315,7 +315,7 @@ def test_a_refused_request_begins_nothing_and_others_go_on():
 
 
 def test_draws_that_would_be_the_same_are_refused():
-    rollouts = Rollouts(mock())
+    rollouts = RolloutDriver(mock())
     (episode,) = single_turns(rows(1), Sampling())
     with pytest.raises(EngineError, match=r"two episodes have the same rng_key .* \(0, 0, 0, 0\)"):
         rollouts.start([episode, *single_turns(rows(1), Sampling())])
@@ -336,7 +336,7 @@ def test_an_episode_that_returns_or_yields_nothing_is_an_error(run, words):
         return
         yield
 
-    rollouts = Rollouts(mock())
+    rollouts = RolloutDriver(mock())
     with pytest.raises(DataError, match=words):
         rollouts.run([Episode(rows(1)[0], (0, 0, 0, 0), empty if "returned" in words else run)])
     assert idle(rollouts)
@@ -348,7 +348,7 @@ def test_a_completion_of_another_generation_is_an_error():
         return completion(output, generation=3)
 
     with pytest.raises(DataError, match=r"returned \[3\].*with generation 0"):
-        Rollouts(mock()).run([Episode(rows(1)[0], (0, 0, 0, 0), wrong)])
+        RolloutDriver(mock()).run([Episode(rows(1)[0], (0, 0, 0, 0), wrong)])
 
 
 def test_logits_of_a_single_turn_travel_with_it():
@@ -367,7 +367,7 @@ def test_logits_of_a_single_turn_travel_with_it():
 
 def test_draws_of_a_group_that_has_ended_and_was_not_yet_given_are_refused_too():
     row = [Prompt(tokens=np.array([5, 6], np.int32), source="", row=0)]
-    rollouts = Rollouts(EmbeddedEngine(build(gain=3.0)))
+    rollouts = RolloutDriver(EmbeddedEngine(build(gain=3.0)))
     rollouts.start(single_turns(row, Sampling(max_tokens=2)))
     rollouts.run(single_turns(row, Sampling(max_tokens=30), rng_key=(1, 0, 0)))
     assert rollouts.in_flight == ()  # the first has ended meanwhile
@@ -380,7 +380,7 @@ def test_draws_of_a_group_that_has_ended_and_was_not_yet_given_are_refused_too()
 
 def test_a_group_that_is_cancelled_after_its_end_is_not_given():
     row = [Prompt(tokens=np.array([5, 6], np.int32), source="", row=0)]
-    rollouts = Rollouts(EmbeddedEngine(build(gain=3.0)))
+    rollouts = RolloutDriver(EmbeddedEngine(build(gain=3.0)))
     keys = rollouts.start(single_turns(row, Sampling(max_tokens=2)))
     rollouts.run(single_turns(row, Sampling(max_tokens=30), rng_key=(1, 0, 0)))
     rollouts.cancel(keys)
@@ -425,5 +425,5 @@ def test_what_an_engine_of_ones_own_gives_is_looked_at(change, says, monkeypatch
     given = {"tokens": np.arange(3), "logprobs": np.zeros(3), "versions": np.zeros(3, int), "finish_reason": "length"}
     monkeypatch.setattr(engine, "step", lambda **k: [Output(id=o.id, **{**given, **change}) for o in step(**k)])
     with pytest.raises(EngineError, match=says):
-        Rollouts(engine, vocab_size=VOCABULARY).run(single_turns(rows(2), Sampling(max_tokens=3)))
+        RolloutDriver(engine, vocab_size=VOCABULARY).run(single_turns(rows(2), Sampling(max_tokens=3)))
     assert engine.stats().in_flight == 0

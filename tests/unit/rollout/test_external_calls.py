@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from whet.rollout.base import Sampling
-from whet.rollout.driver import Episode, Rollouts, completion, single_turns
+from whet.rollout.driver import Episode, RolloutDriver, completion, single_turns
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.external_calls import CallTimeoutError, ExternalCall, ExternalCalls
 from whet.types import Prompt
@@ -31,7 +31,7 @@ def engine():
 
 @pytest.fixture
 def rollouts(engine):
-    made = Rollouts(engine)
+    made = RolloutDriver(engine)
     yield made
     made.close()
 
@@ -110,7 +110,7 @@ def test_no_more_calls_run_at_once_than_allowed(engine):
         running[0] -= 1
         return [7]
 
-    rollouts = Rollouts(engine, max_concurrent_calls=3)
+    rollouts = RolloutDriver(engine, max_concurrent_calls=3)
     rollouts.run(episodes(with_tool(tool), 12))
     rollouts.close()
     assert most == [3] and lock

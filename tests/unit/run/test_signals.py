@@ -156,7 +156,7 @@ def test_a_run_asked_in_the_midst_of_a_step_ends_after_it_with_a_checkpoint(tmp_
     each = CheckpointingOptions(save_interval_steps=1 if where == "saving" else 100)
     made = learner(tmp_path, asks(length_reward) if where == "rewarding" else length_reward, checkpointing_options=each)
     if where == "generating":
-        monkeypatch.setattr(made.cluster.rollout, "step", asks(made.cluster.rollout.step))
+        monkeypatch.setattr(made.cluster.engine, "step", asks(made.cluster.engine.step))
     if where == "saving":
         monkeypatch.setattr(safetensors.torch, "save_file", asks(safetensors.torch.save_file))
     with pytest.raises(KeyboardInterrupt, match=r"stopped after step 1; .*step-000001\nto continue, .*resume=.latest"):

@@ -162,9 +162,9 @@ def test_streams_tokens_and_models_are_served_too():
 
 def test_a_call_reuses_what_the_engine_has_of_its_conversation():
     made = learner(two_turns)
-    before = made.cluster.rollout.stats()
+    before = made.cluster.engine.stats()
     step, _ = batch_of(made)
-    done = made.cluster.rollout.stats().since(before)
+    done = made.cluster.engine.stats().since(before)
     first = sum(len(c.prefix) for c in completions_of(step))
     assert done.prefilled < first + sum(len(c.tokens) for c in completions_of(step)) and done.reused >= first / 2
     made.close()
@@ -335,7 +335,7 @@ def test_a_run_that_should_stop_gives_up_agents_that_hang(tmp_path, monkeypatch,
     with pytest.raises(Stopped, match=r"stopped after step 1; checkpoint: .*step-000001") as told:
         made.train(rows(8))
     assert time.monotonic() - started < 20 and told.value.checkpoint.is_dir()
-    assert made.cluster.rollout.stats().in_flight == 0
+    assert made.cluster.engine.stats().in_flight == 0
     assert "waiting for agent agent in 6 episodes; after 0.3 s in which none ends" in caplog.text
     hang_after[0] = 100
     made.close()
@@ -356,7 +356,7 @@ def test_an_agent_that_fails_ends_the_run_or_its_own_episode(agent, words, caplo
     with pytest.raises(RewardError) as told:
         batch_of(made, 1)
     assert words in str(told.value)
-    assert made.cluster.rollout.stats().in_flight == 0
+    assert made.cluster.engine.stats().in_flight == 0
     made.close()
     made = learner(agent, on_reward_error="none", **limits)
     step, _ = batch_of(made, 1)
@@ -479,7 +479,7 @@ def test_a_turn_whose_client_has_gone_is_not_trained():
         return 1.0
 
     made = learner(agent)
-    engine = made.cluster.rollout
+    engine = made.cluster.engine
     step_of, waited = engine.step, []
 
     def slow(*args, **kwargs):

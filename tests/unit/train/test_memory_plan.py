@@ -254,7 +254,7 @@ def test_a_run_on_a_gpu_takes_the_plan(tmp_path, monkeypatch):
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
     words = [f"model={folder}", "tokenizer=byte", f"data={rows}", "reward=exact_match",
              "rollout.max_tokens_to_generate=8"]  # fmt: skip
-    memory = RESERVE + 0.4 * GB
+    memory = RESERVE + 0.5 * GB
     monkeypatch.setattr(commands, "free_gpu_memory", lambda: memory)
     learner, *_ = commands.make_rl_learner(load_run(words))
     try:
@@ -263,7 +263,7 @@ def test_a_run_on_a_gpu_takes_the_plan(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="the run does not fit"):
             commands.make_rl_learner(load_run(words))
         monkeypatch.setattr(commands, "join_processes", lambda _: FourRanks())
-        memory, planned = RESERVE + 0.4 * GB, []
+        memory, planned = RESERVE + 0.5 * GB, []
         monkeypatch.setattr(commands, "choose_settings", lambda config, *plan: planned.append(plan) or config)
         commands._with_memory_plan(load_run(words))
         assert planned == [(memory / 2, 4)]  # of the GPU that has the least
@@ -274,7 +274,7 @@ def test_a_run_on_a_gpu_takes_the_plan(tmp_path, monkeypatch):
 def test_auto_goes_back_to_the_own_engine_where_vllm_does_not_fit(tmp_path, monkeypatch, caplog):
     lengths = ["rollout.max_prompt_length=64", "rollout.max_tokens_to_generate=64"]
     config = load_run([f"model={save_config(tmp_path)}", "rollout_engine=auto", *lengths])
-    memory = RESERVE + 0.4 * GB
+    memory = RESERVE + 0.5 * GB
     monkeypatch.setattr(commands, "free_gpu_memory", lambda: memory)
     monkeypatch.setattr(commands, "choose_engine", lambda *a, **k: "vllm")
     with caplog.at_level("INFO", "whet"):

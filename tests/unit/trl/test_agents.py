@@ -4,13 +4,15 @@ import asyncio
 import copy
 import functools
 import math
+import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from chat_templates import TOOLS
-from helpers import END, PAD, length_reward, rows, tiny_model
+from helpers import END, PAD, length_reward, rows, same, tiny_model, weights_of
+from transformers import TrainerCallback
 
 from whet.data.tokenizer import byte_tokenizer
 from whet.envs.tool_calls import ToolTemplate
@@ -281,6 +283,73 @@ def test_rows_choose_among_several_environments(tmp_path):
     assert judged.state.log_history[0]["rewards/Judged/mean"] == 3.0
     with pytest.raises(DataError, match="unknown environment 'other'"):
         trainer(tmp_path, seen, data=[{"environment": "other"}], environment_factory={"count": Counter}).train()
+
+
+class StopAfter(TrainerCallback):
+    """Ends a run after a step, as an interruption does."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step >= self.step
+
+
+class Dice:
+    """An environment that never repeats itself."""
+
+    draw, asked, sum = random.SystemRandom(), 0, 0
+
+    def reset(self, **row):
+        Dice.asked, self.sum = Dice.asked + 1, 0
+        return f" [{self.draw.randrange(1000)}]"
+
+    def roll(self, sides: int) -> int:
+        """Rolls.
+
+        Args:
+            sides: of the die.
+        """
+        Dice.asked, result = Dice.asked + 1, self.draw.randrange(sides)
+        self.sum += result
+        return result
+
+    def get_reward(self):
+        return self.sum / 1000 + self.draw.random()
+
+
+def answered(completions, **columns):
+    """A reward of the tools' answers."""
+    return [float(sum(map(ord, str(c))) % 7) for c in completions]
+
+
+def doubled(environments, **columns):
+    """Another reward that reads them."""
+    return [2 * e.sum for e in environments]
+
+
+@pytest.mark.parametrize("has_environment", [False, True])
+def test_a_recorded_run_is_resumed_and_repeated_to_the_bit_without_its_tools(has_environment, tmp_path):
+    def train(name, *stops, last="so", answers="answers"):
+        own = {"environment_factory": Dice} if has_environment else {"tools": [Dice().roll]}
+        own |= {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "answers_dir": str(tmp_path / answers)}
+        Dice.asked = 0
+        for stop in (*stops, 3):
+            folder = tmp_path / name
+            reward = [answered, doubled] if has_environment else answered
+            say = lambda text: last if "<tool_response>" in text else CALL % ("roll", '{"sides": 100000}')
+            made = trainer(folder, reward, data=chats(3), say=[say], **own)
+            if stop < 3:
+                made.add_callback(StopAfter(stop))
+            made.train(resume_from_checkpoint=(folder / "checkpoint-1").exists())
+        return weights_of(made.model), [row["tools/call_frequency"] for row in made.state.log_history[:-1]]
+
+    whole, called = train("whole")
+    assert called == [1.0] * 3 and Dice.asked == (18 if has_environment else 9)
+    assert not same(whole, train("other", answers="elsewhere")[0])
+    assert (again := train("again"))[1] == called and same(whole, again[0]) and Dice.asked == 0
+    assert same(whole, train("parts", 1)[0])
+    assert not same(whole, train("another", last="more")[0]) and Dice.asked == (18 if has_environment else 9)
 
 
 def test_an_environment_may_bring_the_prompts(tmp_path):

@@ -6,6 +6,10 @@ live_rows.py            the host's record of the rows in the batch
 prefix_cache.py         keys and values of finished requests, held for the next turn of their conversation
 kv_cache.py             keys and values of prompts (once per group) and of completions
 runner.py               prefill and decode, with the state of the rows on the device
+pool_runner.py          the same on a KVPool, with captured steps: on a GPU
+kv_pool.py              keys and values in one memory a layer, and attention that reads them there
+places.py               ranges of a KVPool's places
+growing_memory.py       memory that grows and is given back at one address
 prefill.py              attention of prompts: writes and reads keys and values
 layouts.py              attention of a decode step
 model_forward.py        token ids -> logits: by the Hugging Face module, or by the fused backbone

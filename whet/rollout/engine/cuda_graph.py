@@ -1,13 +1,15 @@
 """Decode steps of fixed shape, captured as CUDA graphs and replayed, so that launches cost nothing.
 
-A step is captured per bucket of rows; rows beyond the live ones are padding: their state is zero and their draws are
-not read. Everything that a step reads lies at a fixed address. Where an address changes (a store has grown), the
-old graphs are dropped and new ones captured. On a CPU the same steps run one by one, without capture.
+A step is captured for 1, 2, 4, ... MAX_ROWS rows; rows beyond the live ones are padding, and nothing reads what they
+compute. Everything that a step reads lies at a fixed address, over updates and rollouts. Where an address changes all
+the same (weights that another part has moved), the old graphs are dropped and new ones captured. On a CPU the same
+steps run one by one, without capture.
 
 The graphs of one StepGraphs share a pool of memory and the stream of their capture; nothing else uses either. The pool
 lives from the first capture until the graphs are dropped, all at once: a pool without graphs is dead, and destroying a
 single graph may free what others of its stream still use.
-Left out on purpose: capture over several plans, with penalties or truncation: those steps run eagerly.
+Left out on purpose: capture of the head and of the draws, which differ with the sampling. They run while the host is
+ahead of the device.
 """
 
 from __future__ import annotations
@@ -27,62 +29,25 @@ from whet.errors import format_exception
 from whet.util.device import on_device
 from whet.util.experimental import warn_experimental
 
-__all__ = ["FixedTensors", "StepGraphs", "padded_prompts", "padded_rows"]
+__all__ = ["MAX_ROWS", "StepGraphs", "padded_rows"]
 
 log = logging.getLogger("whet")
 
-MAX_GRAPHS = 32
-"""The most graphs that are kept."""
+MAX_ROWS = 256
+"""The most rows of a captured step: with more the work takes longer than the launches."""
 PACKAGE = Path(__file__).parents[2]
 """The folder of whet: a failed capture is reported at a line of its files."""
 ONE_CAPTURE = threading.Lock()
 """Held while something is captured: torch allows one capture at a time in a process."""
 
 
-def padded_rows(count: int, max_rows: int) -> int:
-    """Returns rows of a step with `count` live rows: a power of two up to 16, then a multiple of 16.
+def padded_rows(count: int) -> int:
+    """Returns rows of a captured step with `count` live rows: a power of two.
 
-    Args: count: live rows. max_rows: the result is never above it.
-    Returns: count or a little more.
-
-    >>> padded_rows(3, 256), padded_rows(17, 256), padded_rows(17, 20)
-    (4, 32, 20)
-    """
-    return min(max_rows, 1 << (count - 1).bit_length() if count <= 16 else -(-count // 16) * 16)
-
-
-def padded_prompts(count: int) -> int:
-    """Returns the prompts of a table for `count` of them: a power of two.
-
-    >>> padded_prompts(1), padded_prompts(5)
-    (1, 8)
+    >>> padded_rows(1), padded_rows(3), padded_rows(256)
+    (1, 4, 256)
     """
     return 1 << (count - 1).bit_length()
-
-
-class FixedTensors:
-    """Tensors that get new content at the same address, as long as their shape stays.
-
-    >>> fixed = FixedTensors()
-    >>> a = fixed.keep("x", torch.tensor([1, 2]))
-    >>> b = fixed.keep("x", torch.tensor([3, 4]))
-    >>> a is b, a, fixed.epoch
-    (True, tensor([3, 4]), 1)
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[Hashable, Tensor] = {}
-        self.epoch = 0
-        """Counts the changes of addresses."""
-
-    def keep(self, key: Hashable, value: Tensor) -> Tensor:
-        """Returns the tensor of this key, with this content."""
-        old = self._kept.get(key)
-        if old is None or old.shape != value.shape or old.dtype != value.dtype or old.device != value.device:
-            self._kept[key] = value
-            self.epoch += 1
-            return value
-        return old.copy_(value)
 
 
 class StepGraphs:
@@ -110,7 +75,7 @@ class StepGraphs:
         if self.failure:
             return f"eager ({self.failure})"
         mark = ", experimental" if self.device.type == "cuda" else ""
-        return f"fixed shapes, graphs on {self.device.type}{mark}"
+        return f"varlen_attn, graphs on {self.device.type}{mark}"
 
     def step(self, key: Hashable, epoch: Hashable, body: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Runs a step.
@@ -123,7 +88,7 @@ class StepGraphs:
         """
         if not self._captures:
             return body()
-        if epoch != self._epoch or (len(self._graphs) >= MAX_GRAPHS and key not in self._graphs):
+        if epoch != self._epoch:
             self.clear()
             self._epoch = epoch
         if key not in self._graphs:

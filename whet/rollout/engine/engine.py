@@ -26,7 +26,10 @@ from whet.models.modes import max_positions
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.constrained_decoding import Grammars
 from whet.rollout.engine.engine_model import EngineModel
+from whet.rollout.engine.kv_pool import pool_unsupported_reason
 from whet.rollout.engine.live_rows import LiveRows
+from whet.rollout.engine.model_forward import FusedForward, make_forward
+from whet.rollout.engine.pool_runner import PoolRunner
 from whet.rollout.engine.prefix_cache import CachedSequence, PrefixCache, common_prefix_length
 from whet.rollout.engine.runner import Runner, StepOutput
 from whet.rollout.engine.scheduler import Prefix, Scheduler
@@ -56,7 +59,7 @@ class EmbeddedEngine:
         fast: False = always run the module itself, never the fused backbone.
         native: False = on a CPU, only torch's kernels.
         grammars: of the tokenizer, needed for constraints only.
-        own_weights: True = sample from a copy of the model, which takes new weights only in `update`.
+        own_weights: True = sample from a copy of the model, which takes new weights only in `update_weights`.
     Raises: ConfigError: a model that whet's attention does not fit, or a size below 1.
 
     Example: `engine.submit([Request(...)]); outputs = engine.step()`, until step gives [].
@@ -95,12 +98,15 @@ class EmbeddedEngine:
         self.caps = replace(type(self).caps, shared_weights=not own_weights, adapters=self._model.adapted)
         self._decode, self._grammars = decode, grammars
         self._positions = max_positions(self._model.loaded.module)
-        self._runner = Runner(
-            self._model.loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, fast=fast, native=native
-        )
+        forward = make_forward(self._model.loaded, fast=fast, native=native)
+        self._runner = Runner(self._model.loaded, forward, max_batch=max_batch, prefill_tokens=prefill_tokens)
         self._scheduler = Scheduler(max_batch=max_batch, kv_cache_tokens=kv_cache_tokens)
-        if self._runner.device.type == "cuda" and self.backends["backbone"] == "fused":
-            self._fix_shapes()
+        if forward.device.type == "cuda":
+            case = forward.pool_case()
+            if reason := case if isinstance(case, str) else pool_unsupported_reason(case):
+                self._runner.why_eager = reason
+            else:
+                self._use_pool()
         self._plans: list[SamplingPlan] = []
         self._plan_of: dict[Sampling, int] = {}
         self._in_flight: set[int] = set()
@@ -129,10 +135,14 @@ class EmbeddedEngine:
             grammars=grammars,
         )
 
-    def _fix_shapes(self) -> None:
-        """Gives plain decode steps fixed shapes from now on; the account of memory counts their padding."""
-        self._runner.fix_shapes()
-        self._scheduler.pads = True
+    def _use_pool(self, **options: Any) -> None:
+        """Puts KV into a KVPool from now on, and captures decode steps. Args: options: of PoolRunner."""
+        runner, scheduler = self._runner, self._scheduler
+        assert isinstance(runner.forward, FusedForward)
+        sizes = {"max_batch": scheduler.max_batch, "kv_cache_tokens": scheduler.kv_cache_tokens}
+        sizes["prefill_tokens"] = runner.prefill_tokens
+        self._runner = pooled = PoolRunner(runner.loaded, runner.forward, **sizes, **options)
+        scheduler.pool = pooled.places
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -209,7 +219,7 @@ class EmbeddedEngine:
             again with the tokens drawn so far.
         """
         if self._asleep:
-            raise EngineError("the engine is asleep; call wake() first")
+            raise EngineError("the engine is asleep; call wake_up() first")
         self._model.check_complete()
         start = time.monotonic()
         try:
@@ -233,20 +243,22 @@ class EmbeddedEngine:
     def _schedule(self) -> list[tuple[InFlightRequest, Prefix]]:
         """Admits what fits into the batch, and returns unused memory to make it fit. Returns: [] = nothing fits."""
         scheduler, longest = self._scheduler, self._rows.max_new
-        self._admitted = scheduler.admit(
+        admit = lambda: scheduler.admit(
             num_live=len(self._rows),
             longest=longest,
             prefixes=self._prefixes,
             conversations=self._conversations,
             min_free=max(1, scheduler.max_batch // 8),
         )
-        if self._admitted and scheduler.kv_cache_tokens is not None:
+        self._admitted = admit()
+        if scheduler.pool is not None:
+            if not self._admitted and not self._rows and scheduler.queue:  # a held prompt divides the pool
+                self._prefixes.clear()
+                scheduler.pool.clear()
+                self._admitted = admit()
+        elif self._admitted and scheduler.kv_cache_tokens is not None:
             longest = max(longest, *(flight.remaining for flight, _ in self._admitted))
-            slots, rows = self._slots_in_use(), len(self._rows)
-            if scheduler.pads:  # to the sizes that will be needed: buffers that move cost graphs
-                new = {p.key: p.bucket for _, p in self._admitted if p.key not in self._prefixes}
-                slots, rows = scheduler.store_rows(slots + Counter(new.values()), rows + len(self._admitted))
-            self._runner.shrink(rows, longest, slots)
+            self._runner.shrink(len(self._rows), longest, self._slots_in_use())
         for _, prefix in self._admitted:
             prefix.ref_count += 1
         return self._admitted
@@ -284,7 +296,7 @@ class EmbeddedEngine:
         """Decodes a few steps, no more than the row nearest to its limit may draw; one, where a row is constrained."""
         runner, rows, allowed = self._runner, self._rows, self._allowed(self._rows.all)
         steps = min(STEPS_PER_READ if allowed is None else 1, int(rows.remaining.min()))
-        runner.completion_store.reserve(len(rows), int(rows.num_drawn.max()) - 1 + steps, longest=rows.max_new)
+        runner.reserve_drawn(len(rows), int(rows.num_drawn.max()) - 1 + steps, rows.max_new)
         if self._rows_changed:
             runner.regroup(rows.all, self._plans)
             self._rows_changed = False
@@ -344,8 +356,10 @@ class EmbeddedEngine:
             if flight.request.conversation is not None:
                 drawn = self._rows.tokens(row)[:-1]  # the last token has no KV yet
                 tokens = np.concatenate([prefix.tokens, drawn]).astype(np.int32)
-                cached = CachedSequence(tokens=tokens, layers=self._runner.copy_kv(row, prefix, len(drawn)))
+                cached = CachedSequence(tokens=tokens, layers=self._runner.copy_kv(row, flight, prefix, len(drawn)))
                 turns.append((flight.request.conversation, cached))
+            if self._scheduler.pool is not None:
+                self._scheduler.pool.free(flight.place)
         source, target = self._rows.compact(gone)
         if len(target):
             self._runner.move_rows(source, target, int(self._rows.num_drawn[target].max()))
@@ -361,6 +375,9 @@ class EmbeddedEngine:
         waiting = queue[0].context.tobytes() if queue else None
         for prefix in [p for p in self._prefixes.values() if not p.ref_count and p.key != waiting]:
             del self._prefixes[prefix.key]
+            if self._scheduler.pool is not None:
+                self._scheduler.pool.free(prefix.place)
+                continue
             same_store = [p for p in self._prefixes.values() if p.bucket == prefix.bucket]
             last = max(same_store, key=lambda p: p.slot, default=None)
             if last is not None and last.slot > prefix.slot:
@@ -380,14 +397,17 @@ class EmbeddedEngine:
         bound, longest = self._scheduler.kv_cache_tokens, self._rows.max_new
         if bound is None:
             return None
+        if self._scheduler.pool is not None:
+            if self._runner.kv_tokens + self._conversations.tokens + tokens > bound:
+                self._runner.shrink(len(self._rows), longest, {})
+            return bound - self._runner.kv_tokens
         store = self._runner.completion_store  # the rows that have left would take places too when the others grow
         unused = store.rows * max(0, longest - store.length)
         if self._runner.kv_tokens + unused + self._conversations.tokens + tokens > bound:
-            slots, rows = self._scheduler.store_rows(self._slots_in_use(), len(self._rows))
-            self._runner.shrink(rows, longest, slots)
+            self._runner.shrink(len(self._rows), longest, self._slots_in_use())
         return bound - self._scheduler.places(self._slots_in_use(), len(self._rows), longest)
 
-    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
+    def update_weights(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
         """Takes a new policy version. Requests in flight continue under it, with their KV recomputed.
 
         Args: version: stamped on tokens from now on. weights: all of them by name, for an engine with its own weights;
@@ -413,10 +433,10 @@ class EmbeddedEngine:
     def sleep(self) -> None:
         """Frees KV memory and what is derived from weights; requests in flight keep their tokens until wake."""
         self._requeue()
-        self._runner.forward.drop()
+        self._runner.release()
         self._asleep = True
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """Undoes sleep; memory comes back as it is needed."""
         self._asleep = False
 
@@ -428,8 +448,7 @@ class EmbeddedEngine:
         """Frees everything; requests in flight are lost. The engine can't be used again."""
         self.abort(set(self._in_flight))
         self._conversations.clear()
-        self._runner.drop()
-        self._runner.forward.drop()
+        self._runner.close()
         self._finished, self._closed = [], True
 
     # ---- what it reports -----------------------------------------------------------------------------------------
@@ -462,5 +481,4 @@ class EmbeddedEngine:
     @property
     def backends(self) -> dict[str, str]:
         """The implementation of each part, with the reason for a fallback; never chosen by timing."""
-        steps = "eager" if self._runner.graphs is None else self._runner.graphs.path
-        return {**self._runner.forward.backends, "steps": steps}
+        return {**self._runner.forward.backends, "steps": self._runner.steps}

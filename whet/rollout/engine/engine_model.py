@@ -54,10 +54,14 @@ class EngineModel:
     def check_weights(self, weights: object | None) -> None:
         """Raises EngineError: weights for an engine that shares the trainer's, or none for one that has its own."""
         if weights is not None and self.shared:
-            raise EngineError("the engine reads the trainer's own parameters; call update(version) without weights")
+            raise EngineError(
+                "the engine reads the trainer's own parameters; call update_weights(version) without weights"
+            )
         if weights is None and not self.shared:
             which = "trained" if self.adapted else "named"
-            raise EngineError(f"the engine has weights of its own; call update(version, worker.{which}_weights())")
+            raise EngineError(
+                f"the engine has weights of its own; call update_weights(version, worker.{which}_weights())"
+            )
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]] | None) -> None:

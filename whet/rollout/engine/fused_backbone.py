@@ -27,6 +27,7 @@ from whet.models.self_check import PROBE_LENGTH, probe_tokens, tolerance_for
 from whet.native.build import Unavailable
 from whet.native.decode import DecodeKernels, decode_kernels, unsupported_sizes
 from whet.rollout.engine.kv_cache import KVStore
+from whet.rollout.engine.kv_pool import PoolCase, PoolLayout
 from whet.rollout.engine.native_step import NativeLayer, NativeLayout
 from whet.rollout.engine.packed_linear import PackedLinear
 from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
@@ -72,14 +73,39 @@ class _Block:
     down: PackedLinear
     act: Callable[[Tensor], Tensor]
     qk_norms: tuple[_Norm, _Norm] | None
-    qk_weight: Tensor | None
-    """[H + K, D]: the weights of both norms, head by head; those of queries times `q_scale`."""
+    qkv_weight: Tensor | None
+    """[H + 2 K, D]: the weights of both norms, head by head; those of queries times `q_scale`; zeros for values."""
     q_scale: float
     kv: int
     options: dict[str, Any]
 
+    @property
+    def qk_weight(self) -> Tensor | None:
+        """[H + K, D]: those of queries and keys."""
+        return None if self.qkv_weight is None else self.qkv_weight[: -self.kv]
+
+    def from_pool(self, h: Tensor, cos: Tensor, sin: Tensor, layout: PoolLayout) -> Tensor:
+        """[N, d] -> [N, d], in as few kernels as torch has for it; h is written to.
+
+        Norms take their weight in, and sums their product: those are two roundings to half precision less.
+        """
+        size, kv = cos.shape[-1], self.kv
+        qkv = self.qkv(self.before.in_one(h)).view(h.shape[0], -1, size)
+        qk = qkv
+        if self.qk_norms is not None and self.qkv_weight is not None:  # of values too: a slice would be copied
+            qk = F.rms_norm(qkv, (size,), None, self.qk_norms[0].epsilon).mul_(self.qkv_weight)
+        turned, qk = qk.roll(size // 2, -1)[:, :-kv], qk[:, :-kv]
+        torch.addcmul(qk * cos, turned, sin, out=qkv[:, :-kv])
+        options = self.options
+        out = layout.attend_joined(self.number, qkv, kv=kv, scale=options["scale"], window=options["window"])
+        h = self.out.add_to(h, out.reshape(h.shape[0], -1))
+        gate, up = self.gate_up(self.after.in_one(h)).chunk(2, -1)
+        return self.down.add_to(h, self.act(gate).mul_(up))
+
     def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, layout: Layout, shape: tuple[int, int]) -> Tensor:
         """[N, d] -> [N, d]."""
+        if isinstance(layout, PoolLayout):
+            return self.from_pool(h, cos, sin, layout)
         size, heads = cos.shape[-1], -self.kv
         qkv = self.qkv(self.before(h, self.qkv.gain)).view(h.shape[0], -1, size)
         qk = qkv[:, :heads]
@@ -135,6 +161,10 @@ class _Norm:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         out = x * torch.addcmul(self._least, length, length, value=1 / x.shape[-1]).rsqrt_()
         return out if folded is not None else out.mul_(weight)
+
+    def in_one(self, x: Tensor) -> Tensor:
+        """The same with the weight, in one kernel where torch has it."""
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.epsilon)
 
 
 class FusedBackbone:
@@ -270,6 +300,23 @@ class FusedBackbone:
             self._cos, self._sin = cos[0].contiguous(), torch.cat([-low, high], -1)
             self.epoch += 1
 
+    def pool_case(self) -> PoolCase | str:
+        """Returns the properties of its attention for a KVPool, or why it can't have one."""
+        weight, size = self._backbone.embed_tokens.weight, self._cos.shape[1]
+        if any(b.options["softcap"] is not None or b.options["sinks"] is not None for b in self._blocks):
+            return "soft-capped scores or sinks"
+        cases = {
+            PoolCase(weight.device, weight.dtype, b.qkv.width // size - 2 * b.kv, b.kv, size, b.options["scale"])
+            for b in self._blocks
+        }
+        return cases.pop() if len(cases) == 1 else "heads differ from layer to layer"
+
+    def join_products(self) -> None:
+        """Makes the weights of queries, keys and values views of one buffer, and those of gate and up."""
+        for b in self._blocks:
+            b.qkv.join()
+            b.gate_up.join()
+
     def products(self) -> Iterator[PackedLinear]:
         """Yields all products."""
         for b in self._blocks:
@@ -285,10 +332,10 @@ class FusedBackbone:
     def _fill_norms(self) -> None:
         """Copies the weights of the query and key norms, in place."""
         for b in self._blocks:
-            if b.qk_weight is not None and b.qk_norms is not None:
+            if b.qkv_weight is not None and b.qk_norms is not None:
                 with torch.no_grad():
-                    b.qk_weight[: -b.kv] = b.qk_norms[0].weight * b.q_scale
-                    b.qk_weight[-b.kv :] = b.qk_norms[1].weight
+                    b.qkv_weight[: -2 * b.kv] = b.qk_norms[0].weight * b.q_scale
+                    b.qkv_weight[-2 * b.kv : -b.kv] = b.qk_norms[1].weight
 
 
 def _known_children(module: nn.Module, known: set[str], optional: set[str] = frozenset()) -> dict[str, Any]:  # pyright: ignore
@@ -315,7 +362,7 @@ def _make_block(
     before, after = _Norm(parts["input_layernorm"]), _Norm(parts["post_attention_layernorm"])
     if ATTENTION_NORMS & set(attention):
         norms = (_Norm(attention["q_norm"]), _Norm(attention["k_norm"]))
-        heads = (attention["q_proj"].out_features + attention["k_proj"].out_features) // size
+        heads = (attention["q_proj"].out_features + 2 * attention["k_proj"].out_features) // size
         weight = norms[0].weight.new_zeros(heads, size)
         if weight.dtype == torch.float32:  # half precision keeps the module's roundings
             scale, options = options["scale"], {**options, "scale": 1.0}
@@ -330,7 +377,7 @@ def _make_block(
         down=product(mlp["down_proj"]),
         act=mlp["act_fn"],
         qk_norms=norms,
-        qk_weight=weight,
+        qkv_weight=weight,
         q_scale=scale,
         kv=attention["k_proj"].out_features // size,
         options=options,

@@ -4,7 +4,7 @@ A decode step attends to the prompt (once per group: the rows of a group are the
 drawn tokens, and merges both parts by their log-sum-exp. That is exact, but has no gradient: inference only.
 Dim legend: n live rows, m prompts of a bucket, G the most rows of one of its prompts, H query heads, K KV heads,
 g = H / K, S places read, D head size, T packed tokens.
-Left out on purpose: paged reads, and a fused kernel for CUDA (the generic path runs there).
+Left out on purpose: steps of fixed shape, and a fused kernel for CUDA: a KVPool has both (kv_pool.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from whet.models.attention import Layout
 from whet.ops.masked import to_fp32
-from whet.rollout.engine.cuda_graph import FixedTensors, padded_prompts
 from whet.rollout.engine.kv_cache import KVStore
 from whet.util.transfer import to_device
 
@@ -140,13 +139,9 @@ class DecodeLayout(Layout):
         self._place = np.zeros((0, 3), np.int64)
         self._head_tables: dict[tuple[int, int], tuple[list[Tensor], Tensor]] = {}
         self._range = torch.arange(0, device=device)
-        self._most_rows: dict[int, int] = {}
-        """By bucket: the most rows of one of its prompts so far, in steps of fixed shape."""
-        self.fixed: FixedTensors | None = None
-        """Set for steps of fixed shape: tables are padded to powers of two and keep their addresses."""
-        self.clear_step()
+        self._clear_step()
 
-    def clear_step(self) -> None:
+    def _clear_step(self) -> None:
         """Drops the tables of the last step."""
         self._drawn_bias: dict[int | None, Tensor | None] = {}
         self._prompt_bias: dict[tuple[int, int | None, int], Tensor] = {}
@@ -158,17 +153,13 @@ class DecodeLayout(Layout):
         buckets: np.ndarray,
         slots: np.ndarray,
         lengths: np.ndarray,
-        rows: int | None = None,
     ) -> None:
         """Records which row reads which prompt. Call it whenever rows or prompts have moved.
 
-        Args:
-            stores: by bucket.
-            buckets, slots, lengths: int [n], of each row's prompt: its bucket, its row there, its tokens.
-            rows: of a step, padding included; a padding row reads the first row's prompt. None = n.
+        Args: stores: by bucket. buckets, slots, lengths: int [n], of each row's prompt: its bucket, its row there, its
+            tokens.
         """
-        self.rows = len(buckets) if rows is None else rows
-        head_counts = list(self._head_tables)
+        self.rows = len(buckets)
         self._head_tables.clear()
         self._buckets = []
         found: list[tuple[int, np.ndarray, np.ndarray]] = []
@@ -180,9 +171,6 @@ class DecodeLayout(Layout):
             counts = np.bincount(slot)
             rank = np.arange(len(readers)) - (counts.cumsum() - counts)[slot]
             m, max_rows = len(counts), int(counts.max())
-            if self.fixed is not None:  # fewer rows of a prompt than before are no reason for other graphs
-                self._most_rows[int(bucket)] = max(self._most_rows.get(int(bucket), 1), padded_prompts(max_rows))
-                m, max_rows = padded_prompts(m), self._most_rows[int(bucket)]
             rows_of, plens = np.zeros((m, max_rows), np.int64), np.ones(m, np.int64)
             rows_of[slot, rank] = readers
             plens[slot] = lengths[readers]
@@ -190,51 +178,21 @@ class DecodeLayout(Layout):
             found.append((int(bucket), rows_of, plens))
         moved = to_device([torch.from_numpy(x.reshape(-1)) for _, *tables in found for x in tables], self.device)
         for number, (bucket, rows_of, plens) in enumerate(found):
-            tables = moved[2 * number], moved[2 * number + 1]
-            self._buckets.append(self._bucket(number, bucket, stores[bucket], rows_of, plens, *tables))
-        self._place[len(buckets) :] = self._place[0]
-        if self.fixed is not None:  # a captured step can't make tables
-            for heads, kv in head_counts:
-                self._heads(heads, kv)
-
-    @property
-    def bucket_lengths(self) -> tuple[int, ...]:
-        """Places that are read of the prompts of each bucket."""
-        return tuple(b.length for b in self._buckets)
-
-    def _bucket(
-        self,
-        number: int,
-        bucket: int,
-        store: KVStore,
-        rows: np.ndarray,
-        plens: np.ndarray,
-        row_index: Tensor,
-        lengths: Tensor,
-    ) -> _PromptBucket:
-        """Returns the tables of one store's prompts.
-
-        Args: rows [m, G]: that read them. plens [m]: tokens of the prompts. row_index, lengths: both on the device.
-        """
-        if self.fixed is not None:
-            store.reserve(len(rows), bucket)
-        longest = int(plens.max()) if self.fixed is None else bucket
-        lengths = self._keep(("lengths", number), lengths)
-        hidden = torch.arange(longest, device=self.device) >= lengths[:, None]
-        return _PromptBucket(
-            store=store,
-            prompts=len(rows),
-            max_rows=rows.shape[1],
-            length=longest,
-            rows=rows,
-            lengths=lengths,
-            row_index=self._keep(("rows", number), row_index),
-            hidden=None if (plens == longest).all() and self.fixed is None else self._keep(("hidden", number), hidden),
-        )
-
-    def _keep(self, key: tuple[str, *tuple[int, ...]], value: Tensor) -> Tensor:
-        """Returns the value, which is on the device; for steps of fixed shape at its fixed address."""
-        return value if self.fixed is None else self.fixed.keep(key, value)
+            row_index, lengths_of = moved[2 * number], moved[2 * number + 1]
+            longest = int(plens.max())
+            hidden = torch.arange(longest, device=self.device) >= lengths_of[:, None]
+            self._buckets.append(
+                _PromptBucket(
+                    store=stores[bucket],
+                    prompts=len(rows_of),
+                    max_rows=rows_of.shape[1],
+                    length=longest,
+                    rows=rows_of,
+                    lengths=lengths_of,
+                    row_index=row_index,
+                    hidden=None if (plens == longest).all() else hidden,
+                )
+            )
 
     def begin(self, position: Tensor, drawn: Tensor, *, longest: int, furthest: int, equal: bool) -> None:
         """Sets one step.
@@ -249,7 +207,7 @@ class DecodeLayout(Layout):
         self.position_ids = position.unsqueeze(1)
         self._drawn = drawn
         self._longest, self._furthest, self._equal = longest + 1, furthest, equal
-        self.clear_step()
+        self._clear_step()
         if len(self._range) < self.completion_store.length:
             self._range = torch.arange(2 * self.completion_store.length, device=self.device)
 
@@ -370,6 +328,5 @@ class DecodeLayout(Layout):
             k, j = np.arange(kv)[:, None], np.arange(g)
             back = np.array(bases)[number] + ((slot * kv + k) * max_rows + rank) * g + j  # [n K g]
             *moved, last = to_device([*found, torch.from_numpy(back.reshape(-1))], self.device)
-            tables = [self._keep(("read", i, heads, kv), x) for i, x in enumerate(moved)]
-            self._head_tables[heads, kv] = tables, self._keep(("back", heads, kv), last)
+            self._head_tables[heads, kv] = moved, last
         return self._head_tables[heads, kv]

@@ -20,6 +20,7 @@ from whet.models.modes import eval_mode
 from whet.native.build import Unavailable
 from whet.native.decode import DecodeKernels
 from whet.rollout.engine.fused_backbone import FusedBackbone
+from whet.rollout.engine.kv_pool import PoolCase
 from whet.rollout.engine.packed_linear import PackedLinear
 from whet.util.device import on_device
 
@@ -48,6 +49,10 @@ class ModuleForward:
         """Context of all work: no gradient, eval mode, the model's device."""
         with on_device(self.device), torch.no_grad(), eval_mode(self.loaded.module):
             yield
+
+    def pool_case(self) -> PoolCase | str:
+        """Returns why it can't have a KVPool."""
+        return f"the backbone is {self.backends['backbone']}"
 
     def features(self, ids: Tensor, layout: Layout) -> Tensor:
         """[N d] of ids [B T], after the last norm; logits [N V] for a model whose head is not linear."""
@@ -90,7 +95,7 @@ class FusedForward:
         self._head = PackedLinear([loaded.module.get_output_embeddings()], kernels=self.kernels)  # pyright: ignore
         self._weights = list(loaded.module.parameters())
         self._last_state, self._built_kinds = self._state(), self._kinds()
-        self._moves = 0
+        self._addresses, self._moves = [p for p, _ in self._last_state], 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -113,7 +118,6 @@ class FusedForward:
     def refresh(self, *, force: bool) -> None:
         """Computes again what is derived from the weights, if they have changed. Args: force: even if they have not."""
         state = self._state()
-        self._moves += [p for p, _ in state] != [p for p, _ in self._last_state]
         if force or state != self._last_state:
             if self._kinds() != self._built_kinds:
                 raise EngineError(
@@ -122,7 +126,19 @@ class FusedForward:
                 )
             self._backbone.refresh()
             self._head.refresh()
-            self._last_state = state
+            self._last_state = state = self._state()
+        addresses = [p for p, _ in state]
+        self._moves += addresses != self._addresses
+        self._addresses = addresses
+
+    def pool_case(self) -> PoolCase | str:
+        """Returns the properties of its attention for a KVPool, or why it can't have one."""
+        return self._backbone.pool_case()
+
+    def join_products(self) -> None:
+        """Makes weights that are multiplied together views of one buffer."""
+        self._backbone.join_products()
+        self._last_state = self._state()
 
     def drop(self) -> None:
         """Frees the copies until `refresh`."""
@@ -141,7 +157,7 @@ class FusedForward:
         return sum(product.bytes for product in (*self._backbone.products(), self._head))
 
     def _state(self) -> tuple[tuple[int, int], ...]:
-        """Addresses and write counts of the weights: they show most changes without an `update`."""
+        """Addresses and write counts of the weights: they show most changes without an `update_weights`."""
         return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._weights)
 
     def _kinds(self) -> list[tuple[object, ...]]:

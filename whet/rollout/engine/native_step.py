@@ -76,16 +76,11 @@ class NativeLayout(Layout):
         buckets: np.ndarray,
         slots: np.ndarray,
         lengths: np.ndarray,
-        rows: int | None = None,
     ) -> None:
         """Records which row reads which prompt. Call it whenever rows or prompts have moved.
 
-        Args:
-            stores: by bucket.
-            buckets, slots, lengths: int [n], each row's prompt: its bucket, its row there, tokens.
-            rows: None: steps have no padding.
+        Args: stores: by bucket. buckets, slots, lengths: int [n], each row's prompt: its bucket, its row there, tokens.
         """
-        assert rows is None, f"a native step has no padding, {rows} rows were asked for"
         order = np.lexsort((slots, buckets))
         b, s = buckets[order], slots[order]
         begins = np.flatnonzero(np.r_[True, (b[1:] != b[:-1]) | (s[1:] != s[:-1])])

@@ -1,7 +1,8 @@
 """PackedLinear: linear layers of one input as one product, with weights packed for the few rows of a decode step.
 
 On a CPU, few rows are multiplied fastest by a weight in the native kernels' own order. The packed weight is a second
-copy, made once per version of the weights. Without kernels the layers' own weights are used, with no copy. In fp32 the
+copy, made once per version of the weights. Without kernels the layers' own weights are used, with no copy; `join` makes
+them views of one buffer, so that a GPU multiplies by all of them at once. In fp32 the
 effective weight of a layer with an adapter is packed, or copied to a fixed address so that captured graphs stay valid.
 In half precision, rounding that weight would lose much of the adapter, so A and B are multiplied separately from W, in
 the order and with the roundings of the layer itself.
@@ -51,6 +52,8 @@ class PackedLinear:
         self._bias: Tensor | None = None
         self._merges = self._linears[0].weight.dtype.itemsize >= 4
         """Whether adapters are merged into the weights."""
+        self._joined_weight: tuple[Tensor, Tensor | None] | None = None
+        """The buffer of which the layers' weights are views, and that of their biases."""
         self._adapter_tensors: list[Tensor] = []
         """Adapters that are not merged: `table` points to these tensors."""
         self._merged: dict[int, Tensor] = {}
@@ -60,6 +63,8 @@ class PackedLinear:
     def refresh(self) -> None:
         """Copies the current weights, adapters merged where they are."""
         if self._kernels is None:
+            if self._joined_weight is not None:
+                self.join()
             for i, (layer, base) in enumerate(zip(self.layers, self._linears)):
                 if base is not layer and self._merges:
                     weight = effective_weight(layer)
@@ -75,6 +80,29 @@ class PackedLinear:
         adapters = (x.data_ptr() for x in self._adapter_tensors)
         self.table = ProductTable(self._weight.data_ptr(), bias, inputs, outputs, rank, *adapters)
 
+    def join(self) -> None:
+        """Makes the layers' weights views of one buffer, and their biases of another, where they are plain tensors.
+
+        The parameters stay the same objects with the same numbers. A second call brings back what has left the buffer.
+        """
+        plain = [type(layer.weight) is nn.Parameter and layer.weight.is_contiguous() for layer in self._linears]
+        biased = [layer.bias is not None for layer in self._linears]
+        if not all(plain) or any(biased) != all(biased) or any(a is not b for a, b in zip(self.layers, self._linears)):
+            return
+        if len({(layer.weight.dtype, layer.weight.device) for layer in self._linears}) > 1:
+            return
+        old = self._joined_weight or (None, None)
+        weight = _as_views([layer.weight for layer in self._linears], old[0])
+        bias = _as_views([layer.bias for layer in self._linears], old[1]) if all(biased) else None
+        self._joined_weight = weight, bias
+
+    def add_to(self, h: Tensor, x: Tensor) -> Tensor:
+        """Adds the product of x to h in place, in one kernel where the layer allows it. Returns: h."""
+        (layer,), (base,) = self.layers, self._linears
+        if layer is base and base.bias is None:
+            return h.addmm_(x, base.weight.t())
+        return h.add_(self(x))
+
     def drop(self) -> None:
         """Frees the copy, until `refresh`."""
         self._weight = self._bias = self.gain = self.table = None
@@ -87,6 +115,8 @@ class PackedLinear:
             if x.dtype != self._weight.dtype:
                 raise TypeError(f"a product of {self._weight.dtype} weights got {x.dtype}; give both one dtype")
             return self._kernels.multiply(self.table, x.contiguous())
+        if self._joined_weight is not None:
+            return F.linear(x, *self._joined_weight)
         outputs = [self._multiply(i, x) for i in range(len(self.layers))]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
@@ -148,6 +178,19 @@ class PackedLinear:
             row, rank = row + layer.out_features, rank + r
         spans = torch.tensor([[x[0, 0], x[-1, 1]] for x in of.split(kernels.panel)])
         return rank, [kernels.pack(first), kernels.pack(second), scale, spans]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _as_views(parameters: Sequence[Tensor], buffer: Tensor | None) -> Tensor:
+    """Makes parameters views of a buffer, one after the other. Args: buffer: an earlier one; None = a new one."""
+    if buffer is None:
+        buffer = torch.cat([p.detach() for p in parameters])
+    for p, part in zip(parameters, buffer.split([len(p) for p in parameters]), strict=True):
+        if p.untyped_storage()._cdata != buffer.untyped_storage()._cdata:
+            part.copy_(p)
+            p.data = part
+    return buffer
 
 
 def _linear(layer: nn.Module) -> nn.Linear:

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from whet.models.attention import Layout
 from whet.models.loaded_model import LoadedModel
 from whet.ops.counter_rng import hash_rng_key, uniform
-from whet.rollout.engine.cuda_graph import FixedTensors, StepGraphs, padded_rows
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.layouts import DecodeLayout
-from whet.rollout.engine.model_forward import make_forward
+from whet.rollout.engine.model_forward import FusedForward, ModuleForward
 from whet.rollout.engine.native_step import NativeLayout
 from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan, sequence_ends
 from whet.rollout.engine.prefix_cache import CachedSequence
@@ -58,16 +58,14 @@ class Runner:
     def __init__(
         self,
         loaded: LoadedModel,
+        forward: FusedForward | ModuleForward,
         *,
         max_batch: int,
         prefill_tokens: int,
-        fast: bool,
-        native: bool,
     ) -> None:
         module = loaded.module
-        self.loaded = loaded
+        self.loaded, self.forward = loaded, forward
         self.device = next(module.parameters()).device
-        self.forward = make_forward(loaded, fast=fast, native=native)
         self.vocabulary = int(module.get_output_embeddings().weight.shape[0])  # pyright: ignore
         self.max_batch, self.prefill_tokens = max_batch, prefill_tokens
         self.completion_store = KVStore()
@@ -85,12 +83,13 @@ class Runner:
         self.state = torch.zeros(6, rows, dtype=torch.long, device=self.device)
         self.seen: Tensor | None = None
         self.groups: list[tuple[SamplingPlan, Tensor | None]] = []
-        self.graphs: StepGraphs | None = None
+        self.why_eager = ""
+        """Why steps are not captured, on a GPU."""
 
-    def fix_shapes(self) -> None:
-        """From now on plain decode steps have fixed shapes, and are captured where the device can do that."""
-        self.layout = DecodeLayout(self.completion_store, self.device)
-        self.graphs, self.layout.fixed = StepGraphs(self.device), FixedTensors()
+    @property
+    def steps(self) -> str:
+        """How decode steps run, for `backends`."""
+        return f"eager ({self.why_eager})" if self.why_eager else "eager"
 
     def reserve_rows(self, live: int, count: int) -> None:
         """Allocates memory for new rows. Args: live: rows in the batch. count: new rows.
@@ -100,7 +99,7 @@ class Runner:
         does not repeat) could change later draws.
         """
         if not live:
-            self.seen = None  # fixed steps are captured only where it is not needed
+            self.seen = None
             if self.drops_empty_store:
                 self.completion_store.drop()
         self.completion_store.reserve(live + count, self.completion_store.length)
@@ -123,11 +122,7 @@ class Runner:
         order = sorted(prefixes, key=lambda p: len(p.tokens))
         dependent = [p for p in order if isinstance(p.source, Prefix) and p.source.last_hidden is None]
         independent = [p for p in order if p not in dependent]
-        for p in (*independent, *dependent):  # prompts of one length get neighbouring slots
-            p.slot = slots_in_use.get(p.bucket, 0)
-            slots_in_use[p.bucket] = p.slot + 1
-        for bucket, rows in slots_in_use.items():
-            self.prompt_stores.setdefault(bucket, KVStore()).reserve(rows, bucket, longest=bucket)
+        self._reserve_prompts([*independent, *dependent], slots_in_use)
         is_first = True
         for group in (independent, dependent):  # the dependent ones copy KV of the others
             self._copy_computed(group)
@@ -137,18 +132,31 @@ class Runner:
                 self._prefill_chunk(chunk)
                 is_first = False
 
+    def _reserve_prompts(self, prefixes: Sequence[Prefix], slots_in_use: dict[int, int]) -> None:
+        """Allocates memory for new prompts, and gives each its slot: those of one length get neighbouring ones."""
+        for p in prefixes:
+            p.slot = slots_in_use.get(p.bucket, 0)
+            slots_in_use[p.bucket] = p.slot + 1
+        for bucket, rows in slots_in_use.items():
+            self.prompt_stores.setdefault(bucket, KVStore()).reserve(rows, bucket, longest=bucket)
+
     def _copy_computed(self, prefixes: Sequence[Prefix]) -> None:
         """Copies the KV that prompts share with their sources."""
         for p in prefixes:
             if (source := p.source) is not None:
-                is_cached = isinstance(source, CachedSequence)
-                layers = (
-                    source.layers
-                    if is_cached
-                    else self.prompt_stores[source.bucket].read(source.slot, p.num_computed_tokens)
-                )
-                self.prompt_stores[p.bucket].write(p.slot, p.num_computed_tokens, layers)
+                if isinstance(source, CachedSequence):
+                    self._write_prompt(p, source.layers)
+                else:
+                    self._write_prompt(p, self._read_prompt(source, p.num_computed_tokens))
                 p.source = None
+
+    def _read_prompt(self, prefix: Prefix, count: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """Returns the keys and values [K T D] of a prompt's first tokens, by layer."""
+        return self.prompt_stores[prefix.bucket].read(prefix.slot, count)
+
+    def _write_prompt(self, prefix: Prefix, layers: dict[int, tuple[Tensor, Tensor]]) -> None:
+        """Writes the keys and values of a prompt's computed tokens."""
+        self.prompt_stores[prefix.bucket].write(prefix.slot, prefix.num_computed_tokens, layers)
 
     def _chunks(self, prefixes: Sequence[Prefix]) -> Iterator[list[tuple[Prefix, int, int]]]:
         """Chunks of at most prefill_tokens tokens, in order: (prompt, first token, end) of each part."""
@@ -170,6 +178,19 @@ class Runner:
 
     def _prefill_chunk(self, chunk: list[tuple[Prefix, int, int]]) -> None:
         """Runs one forward over packed prompts, or over one piece of a long prompt."""
+        ids = np.concatenate([p.tokens[start:end] for p, start, end in chunk]).astype(np.int64)
+        self.forward.ensure_positions(max(end for _, _, end in chunk))
+        ends = torch.tensor([end - start for _, start, end in chunk]).cumsum(0) - 1
+        layout, tokens, ends = self._prefill_layout(chunk, torch.from_numpy(ids), ends)
+        hidden = self.forward.features(tokens.unsqueeze(0), layout)
+        last_hidden = hidden.index_select(0, ends)
+        for (p, _, end), h in zip(chunk, last_hidden, strict=True):
+            p.last_hidden, p.num_computed_tokens = h, end
+
+    def _prefill_layout(
+        self, chunk: list[tuple[Prefix, int, int]], tokens: Tensor, ends: Tensor
+    ) -> tuple[Layout, Tensor, Tensor]:
+        """Returns the layout of a chunk, and its tokens and the place of each prompt's last one, on the device."""
         spans: list[PrefillSpan] = []
         for p, start, end in chunk:
             store, last = self.prompt_stores[p.bucket], spans[-1] if spans else None
@@ -178,26 +199,26 @@ class Runner:
                 spans[-1] = PrefillSpan(count=last.count + 1, start=0, length=end, store=store, slot=last.slot)
             else:
                 spans.append(PrefillSpan(count=1, start=start, length=end - start, store=store, slot=p.slot))
-        ids = np.concatenate([p.tokens[start:end] for p, start, end in chunk]).astype(np.int64)
-        self.forward.ensure_positions(max(end for _, _, end in chunk))
-        ends = torch.tensor([end - start for _, start, end in chunk]).cumsum(0) - 1
-        host = [torch.from_numpy(ids), torch.cat([span.positions for span in spans]), ends, *sequence_ends(spans)]
+        host = [tokens, torch.cat([span.positions for span in spans]), ends, *sequence_ends(spans)]
         tokens, positions, ends, *sequences = to_device(host, self.device)
-        layout = PrefillLayout(spans, positions.unsqueeze(0), (sequences[0], sequences[1]))
-        hidden = self.forward.features(tokens.unsqueeze(0), layout)
-        last_hidden = hidden.index_select(0, ends)
-        for (p, _, end), h in zip(chunk, last_hidden, strict=True):
-            p.last_hidden, p.num_computed_tokens = h, end
+        return PrefillLayout(spans, positions.unsqueeze(0), (sequences[0], sequences[1])), tokens, ends
 
-    def copy_kv(self, row: int, prefix: Prefix, drawn: int) -> dict[int, tuple[Tensor, Tensor]]:
+    def _read_drawn(self, row: int, flight: InFlightRequest, count: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """Returns the keys and values [K T D] of a row's first drawn tokens, by layer. Args: flight: its request."""
+        del flight
+        return self.completion_store.read(row, count)
+
+    def copy_kv(
+        self, row: int, flight: InFlightRequest, prefix: Prefix, drawn: int
+    ) -> dict[int, tuple[Tensor, Tensor]]:
         """Returns a copy of a row's KV: by layer, keys and values [K T D] of its prompt, then of its drawn tokens.
 
-        Args: row: a live row. prefix: its prompt. drawn: how many drawn tokens to copy.
+        Args: row: a live row. flight, prefix: its request and prompt. drawn: how many drawn tokens to copy.
         """
-        prompt = self.prompt_stores[prefix.bucket].read(prefix.slot, len(prefix.tokens))
+        prompt = self._read_prompt(prefix, len(prefix.tokens))
         if not drawn:
             return {i: (k.clone(), v.clone()) for i, (k, v) in prompt.items()}
-        completion = self.completion_store.read(row, drawn)
+        completion = self._read_drawn(row, flight, drawn)
         return {
             i: (torch.cat([k, completion[i][0]], 1), torch.cat([v, completion[i][1]], 1))
             for i, (k, v) in prompt.items()
@@ -221,11 +242,12 @@ class Runner:
         Returns: one step over the new rows.
         """
         rows = slice(first, first + len(admitted))
-        state = np.zeros((6, len(admitted)), np.int64)
+        state = np.zeros((len(self.state), len(admitted)), np.int64)
         state[POSITION] = [len(p.tokens) for _, p in admitted]
         state[NUM_DRAWN] = [flight.request.offset + len(flight.tokens) for flight, _ in admitted]
         state[DRAW] = [flight.request.draw + flight.request.offset + len(flight.tokens) for flight, _ in admitted]
         state[KEY] = [hash_rng_key(*flight.request.rng_key) for flight, _ in admitted]
+        self._fill_places(state, admitted)
         (self.state[:, rows],) = to_device([torch.from_numpy(state)], self.device)
         if any(plans[flight.plan].processors.penalises for flight, _ in admitted):
             if self.seen is None:
@@ -241,17 +263,24 @@ class Runner:
         keep = any(plan.sampling.return_logits for plan, _ in groups)
         return self._read([tokens], [logprobs], [logits] if keep else None)
 
+    def _fill_places(self, state: np.ndarray, admitted: Sequence[tuple[InFlightRequest, Prefix]]) -> None:
+        """Fills in where the KV of new rows lies, if the state has it. Args: state: int64 [states, new rows]."""
+
     def regroup(self, rows: Sequence[tuple[InFlightRequest, Prefix]], plans: Sequence[SamplingPlan]) -> None:
         """Records the batch's rows and where their prompts lie. Args: rows: in order. plans: all sampling plans."""
+        self._regroup(rows)
+        self.groups = self._grouped([flight.plan for flight, _ in rows], plans)
+
+    def _regroup(self, rows: Sequence[tuple[InFlightRequest, Prefix]]) -> None:
+        """Records where the prompts of the batch's rows lie."""
         buckets = np.array([p.bucket for _, p in rows], np.int64)
         slots = np.array([p.slot for _, p in rows], np.int64)
-        count = None
-        if self.graphs is not None:
-            count = padded_rows(len(rows), self.max_batch)
-            self.completion_store.reserve(count, self.completion_store.length)
         lengths = np.array([len(p.tokens) for _, p in rows], np.int64)
-        self.layout.regroup(self.prompt_stores, buckets, slots, lengths, count)
-        self.groups = self._grouped([flight.plan for flight, _ in rows], plans)
+        self.layout.regroup(self.prompt_stores, buckets, slots, lengths)
+
+    def reserve_drawn(self, rows: int, length: int, longest: int) -> None:
+        """Allocates memory for drawn tokens. Args: rows: live ones. length: of each. longest: the most of one."""
+        self.completion_store.reserve(rows, length, longest=longest)
 
     def decode(self, steps: int, drawn: np.ndarray, furthest: int, allowed: Tensor | None = None) -> StepOutput:
         """Decodes some steps.
@@ -263,64 +292,32 @@ class Runner:
             allowed: uint8 [n, W], the tokens that constraints allow at this one step; None = no constraints.
         Returns: what was drawn.
         """
-        n, rows = len(drawn), self.layout.rows
-        longest, equal = int(drawn.max()), bool((drawn == drawn[0]).all()) and rows == n
+        n, longest, equal = len(drawn), int(drawn.max()), bool((drawn == drawn[0]).all())
         keep = any(plan.sampling.return_logits for plan, _ in self.groups)
         tokens, logprobs, kept = [], [], [] if keep else None
         self.forward.ensure_positions(furthest + steps)
-        self.state[:, n:rows] = 0
-        plans = [plan for plan, _ in self.groups]
-        graphs = None if self.graphs is None or self.graphs.failure else self.graphs
-        if graphs is not None and len(plans) == 1 and plans[0].processors.plain and self.seen is None and not keep:
-            for _ in range(steps):
-                step = graphs.step((rows, id(plans[0])), self._epoch(), lambda: self._fixed_step(rows))
-                tokens.append(step[0][:n].clone())
-                logprobs.append(step[1][:n].clone())
-            return self._read(tokens, logprobs, None)
-        state = self.state[:, :rows]
+        state = self.state[:, :n]
         ahead = torch.arange(1, steps + 1, device=self.device).unsqueeze(1)
-        numbers = uniform(self.state[KEY, :n].repeat(steps), (state[DRAW, :n] + ahead).flatten()).view(steps, n)
+        numbers = uniform(state[KEY].repeat(steps), (state[DRAW] + ahead).flatten()).view(steps, n)
         for step in range(steps):
-            self.layout.begin(
-                state[POSITION],
-                state[NUM_STORED],
-                longest=longest - 1 + step,
-                furthest=furthest - 1 + step,
-                equal=equal,
-            )
-            features = self.forward.features(state[TOKEN].unsqueeze(1), self.layout)
-            logits = self.forward.logits(features[:n])
+            features = self._features(n, longest=longest - 1 + step, furthest=furthest - 1 + step, equal=equal)
+            logits = self.forward.logits(features)
             state[POSITION : DRAW + 1] += 1
             token, logprob = self._sample(logits, self.groups, slice(0, n), numbers[step], allowed)
-            state[TOKEN, :n] = token
+            state[TOKEN] = token
             tokens.append(token)
             logprobs.append(logprob)
             if kept is not None:
                 kept.append(logits)
         return self._read(tokens, logprobs, kept)
 
-    def _fixed_step(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Returns one step of this many rows, padding included: the same work for any lengths of the rows.
-
-        Returns: (Long [rows] tokens, fp32 [rows] logprobs).
+    def _features(self, n: int, *, longest: int, furthest: int, equal: bool) -> Tensor:
+        """Returns the hidden states [n, d] of the live rows' last tokens, and stores their keys and values. Args: see
+        DecodeLayout.begin.
         """
-        state, far = self.state[:, :rows], 1 << 40  # no window is wider than that
-        self.layout.begin(
-            state[POSITION], state[NUM_STORED], longest=self.completion_store.length - 1, furthest=far, equal=False
-        )
-        logits = self.forward.logits(self.forward.features(state[TOKEN].unsqueeze(1), self.layout))
-        state[POSITION : DRAW + 1] += 1
-        numbers = uniform(state[KEY], state[DRAW])
-        drawn, logprob = self._sample(logits, self.groups, slice(0, rows), numbers)
-        state[TOKEN] = drawn
-        return drawn, logprob
-
-    def _epoch(self) -> tuple[int, ...]:
-        """Changes when a tensor that a fixed step reads has moved."""
-        assert isinstance(self.layout, DecodeLayout) and self.layout.fixed is not None
-        stores = (x for bucket, s in sorted(self.prompt_stores.items()) for x in (bucket, s.epoch))
-        counters = (self.state.shape[1], self.completion_store.epoch)
-        return (self.layout.fixed.epoch, self.forward.epoch, *counters, *self.layout.bucket_lengths, *stores)
+        state = self.state[:, :n]
+        self.layout.begin(state[POSITION], state[NUM_STORED], longest=longest, furthest=furthest, equal=equal)
+        return self.forward.features(state[TOKEN].unsqueeze(1), self.layout)
 
     def _grouped(self, indices: list[int], plans: Sequence[SamplingPlan]) -> list[tuple[SamplingPlan, Tensor | None]]:
         """Returns the rows of each plan; None = all rows. Args: indices: the plan of each row."""
@@ -368,10 +365,14 @@ class Runner:
     def move_rows(self, source: np.ndarray, target: np.ndarray, length: int) -> None:
         """Moves live rows into holes. Args: source, target: int [m]. length: the most tokens that one has drawn."""
         src, dst = to_device([torch.from_numpy(x) for x in (source, target)], self.device)
-        self.completion_store.move(src, dst, length)
+        self._move_drawn(src, dst, length)
         self.state.index_copy_(1, dst, self.state.index_select(1, src))
         if self.seen is not None:
             self.seen.index_copy_(0, dst, self.seen.index_select(0, src))
+
+    def _move_drawn(self, source: Tensor, target: Tensor, length: int) -> None:
+        """Moves the KV of live rows."""
+        self.completion_store.move(source, target, length)
 
     def move_prefix(self, bucket: int, source: int, target: int) -> None:
         """Moves a prompt's KV into a hole of its store."""
@@ -384,8 +385,6 @@ class Runner:
         Args: rows, length: of completions. slots_in_use: of prompts, by bucket.
         """
         self.completion_store.shrink(rows, length)
-        if self.graphs is not None and len(slots_in_use) < len(self.prompt_stores):
-            self.graphs.clear()  # they may read a store that is dropped
         for bucket in sorted(self.prompt_stores):
             if bucket in slots_in_use:
                 self.prompt_stores[bucket].shrink(slots_in_use[bucket], bucket)
@@ -402,12 +401,17 @@ class Runner:
         """Memory of all stores."""
         return self.completion_store.bytes + sum(s.bytes for s in self.prompt_stores.values())
 
+    def release(self) -> None:
+        """Drops all KV, and frees its memory and what is derived from the weights; both come back when needed."""
+        self.drop()
+        self.forward.drop()
+
+    def close(self) -> None:
+        """Frees everything."""
+        self.release()
+
     def drop(self) -> None:
-        """Frees all KV, and what depends on it."""
-        if self.graphs is not None:
-            assert isinstance(self.layout, DecodeLayout)
-            self.layout.clear_step()  # it may hold memory of a graph
-            self.graphs.clear()
+        """Drops all KV, and what depends on it."""
         for store in (self.completion_store, *self.prompt_stores.values()):
             store.drop()
         self.prompt_stores.clear()

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from whet.errors import EngineError
 from whet.rollout.base import Request
-from whet.rollout.engine.cuda_graph import padded_prompts, padded_rows
 from whet.rollout.engine.kv_cache import padded_length
+from whet.rollout.engine.places import Places
 from whet.rollout.engine.prefix_cache import CachedSequence, PrefixCache, common_prefix_length
 from whet.rollout.in_flight import InFlightRequest
 
@@ -41,6 +41,8 @@ class Prefix:
     """Tokens from the first whose KV exists, here or in the source; the others have to be run."""
     slot: int = 0
     """Row of its store."""
+    place: int = 0
+    """In a KVPool: the place of its first token."""
     ref_count: int = 0
     """Live rows that read it."""
     last_hidden: Tensor | None = None
@@ -85,8 +87,8 @@ class Scheduler:
     def __init__(self, *, max_batch: int, kv_cache_tokens: int | None) -> None:
         self.max_batch = max_batch
         self.kv_cache_tokens = kv_cache_tokens
-        self.pads = False
-        """Whether steps have fixed shapes, whose padding takes places too."""
+        self.pool: Places | None = None
+        """The places of a KVPool, which prompts and rows take when they are admitted; None = they lie in stores."""
         self.queue: deque[InFlightRequest] = deque()
 
     def check(self, request: Request) -> None:
@@ -101,24 +103,12 @@ class Scheduler:
                 "shorten the prompt or max_tokens"
             )
 
-    def store_rows(self, prompts: Mapping[int, int], rows: int) -> tuple[dict[int, int], int]:
-        """Returns the rows of the prompts' stores by bucket, and of the completions' store, padding included.
-
-        Args: prompts: how many there are in each bucket. rows: of the batch.
-
-        >>> scheduler = Scheduler(max_batch=64, kv_cache_tokens=None)
-        >>> scheduler.pads = True
-        >>> scheduler.store_rows({32: 3}, 17)
-        ({32: 4}, 32)
-        """
-        if not self.pads:
-            return dict(prompts), rows
-        return {b: padded_prompts(n) for b, n in prompts.items()}, padded_rows(rows, self.max_batch) if rows else 0
-
     def places(self, prompts: Mapping[int, int], rows: int, longest: int) -> int:
-        """Counts the places of prompts and completions. Args: see store_rows. longest: tokens of a completion."""
-        stores, rows = self.store_rows(prompts, rows)
-        return sum(bucket * n for bucket, n in stores.items()) + rows * longest
+        """Counts the places of prompts and completions.
+
+        Args: prompts: how many there are in each bucket. rows: of the batch. longest: tokens of a completion.
+        """
+        return sum(bucket * n for bucket, n in prompts.items()) + rows * longest
 
     def add(self, flights: Sequence[InFlightRequest]) -> None:
         """Queues requests behind those that wait. Groups stay together; those expected to grow longest come first."""
@@ -183,10 +173,15 @@ class Scheduler:
                 tokens=context, bucket=self._row_length(flight), group_prompt_length=group_prompt_length
             )
             row_length = max(longest, flight.remaining)
-            held = prompts if prefix.key in prefixes_by_key else prompts + Counter([prefix.bucket])
-            total = self.places(held, num_live + len(admitted) + 1, row_length)
-            if not self._fits(total, flight, admitted, conversations) and (num_live or admitted):
-                break  # a request on its own is always admitted: it was checked when it came
+            is_new = prefix.key not in prefixes_by_key
+            held = prompts + Counter([prefix.bucket]) if is_new else prompts
+            if self.pool is not None:
+                if not self._take(flight, prefix, is_new, admitted, conversations):
+                    break
+            else:
+                total = self.places(held, num_live + len(admitted) + 1, row_length)
+                if not self._fits(total, flight, admitted, conversations) and (num_live or admitted):
+                    break  # a request on its own is always admitted: it was checked when it came
             if prefix.key not in prefixes_by_key:
                 prefixes_by_key[prefix.key] = prefix
                 first = group_prompts.setdefault(context[:group_prompt_length].tobytes(), prefix)
@@ -198,6 +193,29 @@ class Scheduler:
             prompts, longest = held, row_length
             admitted.append((self.queue.popleft(), prefix))
         return admitted
+
+    def _take(
+        self,
+        flight: InFlightRequest,
+        prefix: Prefix,
+        is_new: bool,
+        admitted: Sequence[tuple[InFlightRequest, Prefix]],
+        conversations: PrefixCache,
+    ) -> bool:
+        """Takes places for a request, and for its prompt if that is new. Returns: whether there were any."""
+        assert self.pool is not None
+        lengths = [len(prefix.tokens)] if is_new else []
+        starts = self.pool.take(*lengths, flight.remaining)
+        if starts is None:
+            return False
+        if not self._fits(self.pool.end - 1, flight, admitted, conversations):
+            for start in starts:
+                self.pool.free(start)
+            return False
+        flight.place = starts[-1]
+        if is_new:
+            prefix.place = starts[0]
+        return True
 
     def _row_length(self, flight: InFlightRequest) -> int:
         """Places of the row for a request's context; the tokens drawn so far must not raise it over the bound."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,18 +18,22 @@ import numpy as np
 
 from whet.config import Mode
 from whet.envs.multi_turn import PROMPT
+from whet.envs.recorded import DivergedError, RecordedAnswers, RngKey, Tape
 from whet.envs.tool_calls import ToolTemplate
 from whet.envs.tool_episodes import ToolEpisodes
 from whet.envs.tools import ToolLimits, Tools
 from whet.errors import ConfigError, DataError
 from whet.models.modes import max_positions
-from whet.rollout.driver import Episode
+from whet.rewards.call import CallResults
+from whet.rollout.driver import Episode, GroupKey
 from whet.rollout.policy_rollouts import EpisodeRunner
 from whet.trl.agents.environments import Environments
 from whet.types import Completion, Group, Prompt
 
 __all__ = ["Agents", "completion_prompts"]
 
+NO_IDS = np.zeros(0, np.int32)
+"""The context of a recorded reward: the episode has ended."""
 _REQUIRED_KEYS = ("completion_ids", "logprobs", "prompt_ids")
 
 
@@ -60,6 +65,14 @@ class Agents:
         self.tools = Tools(own, limits=limits) if has_tools else None
         self.environments = None if environment_factory is None else Environments(environment_factory, own, limits)
         self.episodes: ToolEpisodes | None = None
+        self.answers = None if args.answers_dir is None else RecordedAnswers(args.answers_dir)
+        if self.answers is not None and not has_tools:
+            raise ConfigError(
+                f"answers_dir={args.answers_dir!r} records what tools and environments answer, and there are none; "
+                "give tools or environment_factory, or leave it out"
+            )
+        self._records: list[tuple[RngKey, Prompt, Tape]] = []
+        """Of each completion of the last rollout: its key, its row's prompt and its recorded answers."""
         self.columns: dict[str, list[Any]] = {}
         """Further columns for the reward functions from the last rollout_func: a value for each completion."""
 
@@ -100,23 +113,72 @@ class Agents:
     # ---- rollouts ------------------------------------------------------------------------------------------------
 
     def start_episodes(
-        self, learner: Any, prompts: Sequence[Prompt], number: int, mode: Mode, first: int
+        self, learner: Any, prompts: Sequence[Prompt], number: int, mode: Mode, key: GroupKey, *, replays: bool = True
     ) -> tuple[Sequence[Prompt], EpisodeRunner | None]:
-        """Resets environments. Args: number: completions of a prompt. first: the index of the first prompt in its step.
+        """Resets environments.
 
+        Args: number: completions of a prompt. key: of the first prompt. replays: answer from records if all
+            completions have one.
         Returns: the prompts, and the generator function of an episode; None = a single completion.
         """
         if self.episodes is None or self.tools is None:
             return prompts, None
-        episodes, tools = self.episodes, self.tools
-        if self.environments is None:
-            return prompts, partial(episodes.run_episode, start=lambda episode: (episode.prompt, tools))
-        started = self.environments.reset(prompts, number, lambda schemas: learner.encoder_with(mode, schemas))
+        if not replays:
+            self.episodes.counts.take(1)  # of episodes that a record has answered until one differed
+        seed, step, first = key
+        keys = [((seed, step, first + i, g), prompt) for i, prompt in enumerate(prompts) for g in range(number)]
+        self._records = [] if self.answers is None else self._find_records(self.answers, keys, replays)
+        tapes = [tape for _, _, tape in self._records]
+        started = [(prompt, self.tools) for _, prompt in keys]
+        if self.environments is not None:
+            encoder = lambda schemas: learner.encoder_with(mode, schemas)
+            started = self.environments.reset(prompts, number, encoder, tapes)
 
-        def start(episode: Episode) -> tuple[Prompt, Tools]:
-            return started[(episode.rng_key[2] - first) * number + episode.generation]
+        def start(episode: Episode) -> tuple[Prompt, Tools, Tape | None]:
+            place = (episode.rng_key[2] - first) * number + episode.generation
+            return (*started[place], tapes[place] if tapes else None)
 
-        return [started[i * number][0] for i in range(len(prompts))], partial(episodes.run_episode, start=start)
+        run = partial(self.episodes.run_episode, start=start)
+        return [started[i * number][0] for i in range(len(prompts))], run
+
+    def _find_records(
+        self, answers: RecordedAnswers, keys: Sequence[tuple[RngKey, Prompt]], replays: bool
+    ) -> list[tuple[RngKey, Prompt, Tape]]:
+        """Returns the records of all completions, or empty ones."""
+        found = [answers.find(key, prompt) if replays else None for key, prompt in keys]
+        tapes = [tape for tape in found if tape is not None]
+        if len(tapes) < len(keys):
+            tapes = [Tape(replays=False) for _ in keys]
+        return [(key, prompt, tape) for (key, prompt), tape in zip(keys, tapes, strict=True)]
+
+    def record_rewards(
+        self, functions: Mapping[str, Callable[..., Any]], call: Callable[[Sequence[str]], CallResults]
+    ) -> CallResults:
+        """Returns the rewards of a rollout, of records where the functions read environments, and writes new records.
+
+        Args: functions: all reward functions. call: calls those of some names.
+        Raises: ConfigError: a record has other functions that read environments.
+        """
+        if self.answers is None:
+            return call(list(functions))
+        if not self._records[0][2].replays:
+            results = call(list(functions))
+            for j, (key, prompt, tape) in enumerate(self._records):
+                for name in filter(lambda name: _reads_environments(functions[name]), functions):
+                    tape.add(f"reward {name}", NO_IDS, float(results.rewards[name][j]))
+                self.answers.write(key, prompt, tape)
+            return results
+        results = call([name for name in functions if not _reads_environments(functions[name])])
+        recorded = dict(results.rewards)
+        try:
+            for name in filter(lambda name: _reads_environments(functions[name]), functions):
+                recorded[name] = np.array([tape.next(f"reward {name}", NO_IDS) for _, _, tape in self._records])
+        except DivergedError as error:
+            raise ConfigError(
+                f"answers_dir={str(self.answers.folder)!r} has no {error.args[0]}, which reads the environments; "
+                "give the reward functions of the recorded run, or another folder"
+            ) from error
+        return results._replace(rewards={name: recorded[name] for name in functions})
 
     def call_rollout_func(
         self, trainer: Any, prompts: Sequence[Prompt], number: int, end_ids: Sequence[int]
@@ -188,6 +250,14 @@ class Agents:
 def completion_prompts(groups: Sequence[Group]) -> list[Any]:
     """Returns the prompt of each completion, in order: the environment's prompt, or the group's."""
     return [c.info.get(PROMPT, g.prompt.source) for g in groups for c in g.completions]
+
+
+def _reads_environments(function: Callable[..., Any]) -> bool:
+    """Returns whether a reward function names the keyword `environments`."""
+    try:
+        return "environments" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin has no signature
+        return False
 
 
 def _column(values: Any, count: int) -> list[Any]:

@@ -5,12 +5,14 @@ Instances are reused: there are as many of each kind as a batch needs at once. I
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from whet.data.prompts import PromptEncoder
 from whet.envs.environment import method_names, with_observation
+from whet.envs.recorded import Tape
 from whet.envs.tools import Tool, ToolLimits, Tools
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.types import Prompt
@@ -68,12 +70,16 @@ class Environments:
         return [_reward_function(kind) for kind in kinds if hasattr(kind, "get_reward")]
 
     def reset(
-        self, prompts: Sequence[Prompt], number: int, encoder: Callable[[Sequence[Any]], PromptEncoder]
+        self,
+        prompts: Sequence[Prompt],
+        number: int,
+        encoder: Callable[[Sequence[Any]], PromptEncoder],
+        tapes: Sequence[Tape] = (),
     ) -> list[tuple[Prompt, Tools]]:
         """Resets an environment for each completion.
 
         Args: prompts: the rows' prompts. number: completions of a prompt. encoder: (tools' schemas) -> the prompts'
-            encoder.
+            encoder. tapes: the records of the completions, which may answer in place of `reset`; () = none.
         Returns: for each completion, its prompt, to which the text of `reset` is appended, and its tools.
         Raises: DataError: an unknown environment; a `reset` that returns neither a text nor messages nor None; a prompt
             that is a text.
@@ -97,7 +103,8 @@ class Environments:
                 used[name] += 1
                 self.in_use.append(environment)
                 encoders.setdefault(name, encoder(tools.schemas))
-                text, kind = environment.reset(**row), type(environment).__name__
+                kind, reset = type(environment).__name__, functools.partial(environment.reset, **row)
+                text = tapes[len(started)].ask_now("reset", prompt.tokens, reset) if tapes else reset()
                 started.append((with_observation(prompt, text, encoders[name], f"{kind}.reset"), tools))
         return started
 

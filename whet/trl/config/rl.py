@@ -6,12 +6,14 @@ import logging
 import math
 from typing import Any, ClassVar
 
+from whet.compat.field import Field, Table
 from whet.errors import ConfigError
 from whet.trl.config.arguments import Arguments
 from whet.trl.config.batches import Batches, compute_batches
+from whet.trl.config.training import OWN_FIELDS
 from whet.trl.config.translate import beam_options
 
-__all__ = ["RLArguments"]
+__all__ = ["OWN_RL_FIELDS", "RLArguments"]
 
 log = logging.getLogger("whet")
 
@@ -31,9 +33,22 @@ _SIZES = (
 )
 
 
+OWN_RL_FIELDS: Table = {
+    "answers_dir": Field(
+        None,
+        "own",
+        "folder in which the answers of tools and environments are recorded, with the rewards of functions that read "
+        "the environments: a run whose tools don't repeat themselves is resumed and repeated to the bit",
+        str,
+    ),
+}
+"""Fields that TRL does not have."""
+
+
 class RLArguments(Arguments):
     """The base of GRPOConfig and RLOOConfig."""
 
+    OWN: ClassVar[Table] = {**OWN_FIELDS, **OWN_RL_FIELDS}
     METHOD: ClassVar[str] = ""
     """The method's name in messages."""
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from whet.config import Mode
 from whet.data.prompts import PromptEncoder
+from whet.envs.recorded import DivergedError
 from whet.envs.tool_calls import parse_turn
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
@@ -63,12 +64,20 @@ class TRLLearner(GRPOLearner):
         count = self.num_generations_of(mode)
         if self.agents.rollout_func is not None:
             return self.parse_messages(self._call_rollout_func(prompts, count))
-        prompts, run_episode = self.agents.start_episodes(self, prompts, count, mode, first)
+        try:
+            return self.parse_messages(self._sample(prompts, step=step, mode=mode, first=first, replays=True))
+        except DivergedError:  # the model says something else than in the recorded run
+            return self.parse_messages(self._sample(prompts, step=step, mode=mode, first=first, replays=False))
+
+    def _sample(
+        self, prompts: Sequence[Prompt], *, step: int, mode: Mode, first: int, replays: bool
+    ) -> Sequence[Group]:
+        """Completes prompts. Args: replays: recorded answers are taken."""
+        count, key = self.num_generations_of(mode), (self.cluster.draw_seed(mode), step, first)
+        prompts, run_episode = self.agents.start_episodes(self, prompts, count, mode, key, replays=replays)
         if (model := self._custom_generate_model()) is None:
-            return self.parse_messages(
-                self.cluster.sample(
-                    prompts, num_generations=count, step=step, first=first, mode=mode, run_episode=run_episode
-                )
+            return self.cluster.sample(
+                prompts, num_generations=count, step=step, first=first, mode=mode, run_episode=run_episode
             )
         if (size := self.cluster.ranks.size) > 1:
             raise ConfigError(
@@ -99,7 +108,7 @@ class TRLLearner(GRPOLearner):
                 },
                 version=self.cluster.actor.version,
             )
-        return self.parse_messages(groups)
+        return groups
 
     def _call_rollout_func(self, prompts: Sequence[Prompt], count: int) -> list[Group]:
         """Completes prompts by rollout_func; of several processes each completes a share."""

@@ -8,6 +8,7 @@ A function receives the keywords of its signature. It returns None or NaN for a 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -21,7 +22,7 @@ from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model
 from whet.parallel.ranks import Ranks
-from whet.rewards.call import RewardInputs
+from whet.rewards.call import CallResults, RewardInputs
 from whet.rewards.manager import RewardManager
 from whet.rewards.model import RewardModel
 from whet.rewards.reward_batch import RewardBatch
@@ -109,6 +110,13 @@ class TRLRewards(RewardManager):
         inputs = super().inputs(groups, texts, mode=mode, extras=extras)
         columns = {**inputs.columns, **self.agents.columns}
         return dataclasses.replace(inputs, prompts=completion_prompts(groups), columns=columns)
+
+    def _call_functions(
+        self, inputs: RewardInputs, seen: np.ndarray, names: Sequence[str] | None = None
+    ) -> CallResults:
+        """Calls the functions, but for what the recorded answers have."""
+        call = functools.partial(super()._call_functions, inputs, seen)
+        return self.agents.record_rewards(self.fns, call)
 
     def __call__(
         self,

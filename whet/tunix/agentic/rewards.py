@@ -52,14 +52,20 @@ def unregister(name: str) -> bool:
     return _REGISTRY.pop(name, None) is not None
 
 
+class UnknownReward(ConfigError, KeyError):
+    """No reward has this name. It is a KeyError too, which Tunix raises."""
+
+    __str__ = ConfigError.__str__
+
+
 def get_reward_fn(name: str) -> ActionReward:
-    """Returns the function of a name. Raises ConfigError: there is none.
+    """Returns the function of a name. Raises UnknownReward: there is none.
 
     >>> get_reward_fn("exact_match")({"ground_truth": "4"}, " 4 ").reward
     1.0
     """
     if name not in _REGISTRY:
-        raise lookup_error("reward", name, _REGISTRY)
+        raise UnknownReward(str(lookup_error("reward", name, _REGISTRY)))
     return _REGISTRY[name]
 
 

@@ -201,7 +201,8 @@ class ToolManager:
         tool = self._tool_dict.get(tool_name)
         if tool is None:
             return ToolOutput(tool_name, error=f"Tool '{tool_name}' not registered.")
-        if type(tool).apply is BaseTool.apply and type(tool).apply_async is not BaseTool.apply_async:
+        kind = type(tool)  # of any class with apply
+        if isinstance(tool, BaseTool) and kind.apply is BaseTool.apply and kind.apply_async is not BaseTool.apply_async:
             return asyncio.run(self.run_async(tool_name, **kwargs))
         try:
             return tool.apply(**kwargs)
