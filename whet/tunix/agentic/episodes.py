@@ -84,7 +84,7 @@ class AgenticEpisodes:
             info, reason = RECORDS[engine.status], _reason(engine, reason)
         except RewardError as error:
             info, reason = self.failures.add(error, episode), "error"
-        rewards = [] if engine is None else [float(step.reward) for step in engine.agent.trajectory.steps]
+        rewards = [] if engine is None else [float(step.reward or 0.0) for step in engine.agent.trajectory.steps]
         turn_rewards = rewards if len(rewards) == session.turns and any(rewards) else ()
         split = functools.partial(split_messages, episode.prompt.source)
         return session.completions(episode, info, reason, split, turn_rewards)
