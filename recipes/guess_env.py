@@ -1,7 +1,8 @@
 """The environment of guess.yaml: the model guesses a letter from a to g in three turns, and is told where it lies.
 
 Halving what is left finds each of the seven letters in three turns. The starting model, trained by SFT, knows that it
-says a letter: a third of its guesses are drawn from all letters, and the others from those that are left.
+says a letter, and which are left: a tenth of its guesses are drawn from all letters, the others from those that are
+left, and none is better than another.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def rows() -> list[dict[str, Any]]:
     return [{"messages": [{"role": "user", "content": "?"}], "letter": letter} for letter in LETTERS]
 
 
-def sft_model(folder: str, seed: int, *, steps: int = 150) -> str:
+def sft_model(folder: str, seed: int, *, steps: int = 300) -> str:
     """Trains the starting model. Args: folder: to write. seed: of the model and the games."""
     return conversation_model(folder, seed, _conversation, steps=steps, batch_size=32)
 
@@ -47,7 +48,7 @@ def _conversation(draw: random.Random) -> list[dict[str, Any]]:
     letter, left = draw.choice(LETTERS), LETTERS
     messages = [{"role": "user", "content": "?"}]
     for _ in range(3):
-        guess = draw.choice(LETTERS if draw.random() < 1 / 3 else left)
+        guess = draw.choice(LETTERS if draw.random() < 1 / 10 else left)
         messages.append({"role": "assistant", "content": guess})
         if guess == letter:
             break

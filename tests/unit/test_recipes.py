@@ -78,3 +78,21 @@ def test_halving_wins_every_guessing_game_and_the_starting_conversations_are_gam
         assert turns <= 3 and game.get_reward() == 1.0
     said = [module._conversation(random.Random(seed)) for seed in range(20)]
     assert all([m["role"] for m in one] == ["user", "assistant"] * (len(one) // 2) for one in said)
+
+
+def test_the_calculator_answers_the_questions_and_the_starting_conversations_call_it():
+    module = resolve_module(f"{RECIPES[0].parent}/calculator_env.py", "environment")
+    signs = {"plus": "+", "minus": "-", "times": "*"}
+    for row in (*module.train_rows()[:20], *module.test_rows()[:20]):
+        a, word, b = row["messages"][0]["content"].removesuffix("?").split()
+        calculator = module.Calculator()
+        calculator.reset("", row["answer"])
+        result = calculator.calculate(f"{a}{signs[word]}{b}")
+        assert result == eval(f"{a}{signs[word]}{b}") and calculator.get_reward() == 0.0
+        calculator.step({"content": str(result)})
+        assert calculator.get_reward() == 1.0
+    said = [row["messages"] for row in module.conversations()]
+    called = [m["tool_calls"][0]["function"]["arguments"]["text"] for one in said for m in one if "tool_calls" in m]
+    assert 100 < len(called) < 160 and all(re.fullmatch(r"\d+[-+*]\d+", text) for text in called)
+    questions = {row["messages"][0]["content"] for row in module.train_rows()}
+    assert not questions & {row["messages"][0]["content"] for row in module.test_rows()}

@@ -158,7 +158,7 @@ def test_a_subclass_may_create_the_pair_and_a_parser_of_one_s_own_writes_the_con
             return super()._create_agent_env_pair(single_example, group_id=group_id, pair_index=pair_index)
 
     learner, data = program(1, rows=1, learner=Mine, chat_parser=Raw())
-    run = learner.train(data)
+    run = learner.train([{**batch, "prompts": np.array([""])} for batch in data])  # as Tunix's FrozenLake example
     learner.close()
     assert Mine.pairs == 8 and np.isfinite(run.rows[0]["reward"])
 

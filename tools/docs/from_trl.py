@@ -135,7 +135,8 @@ tools have answered. Token ids are appended and never encoded again, and only th
 - A run that ends saves its last step, unless save_strategy is "no"; what a callback asks for then holds the weights
   alone.
 - A data set with fewer rows than a rollout takes is an error; TRL trains for 0 steps.
-- A resumed run continues at the same row and draw: its result equals that of an uninterrupted run.
+- A resumed run continues at the same row and draw: its result equals that of an uninterrupted run, and with
+  `answers_dir` also where tools or environments don't repeat themselves.
 - Master weights are always fp32. The reference is the given model, not its file read again.
 - Random draws depend on (seed, step, place); they differ from TRL's with the same seed.
 - The update leaves out completions with advantage 0; the mean `entropy` is over the tokens of the others.

@@ -497,10 +497,13 @@ class PromptStream:
         return self.encode(row, number)
 
 
-def encode_all(rows: Any, encode: Encoder[Any]) -> Sequence[Any]:
+def encode_all(rows: Any, encode: Encoder[Any], source: str = "the data") -> Sequence[Any]:
     """Encodes all rows, leaves out the dropped ones, and logs its progress.
 
-    Args: rows: must have a length. encode: the encoder of a row.
+    Args:
+        rows: with a length, or a stream.
+        encode: the encoder of a row.
+        source: of the rows, for errors of reading them.
     Raises: DataError: rows over a limit, after the last row; any other wrong row at once.
     """
     out, last_logged = [], time.monotonic()
@@ -508,22 +511,23 @@ def encode_all(rows: Any, encode: Encoder[Any]) -> Sequence[Any]:
     if isinstance(rows, MixedRows):
         ends = set(accumulate(len(part) for part in rows.parts[:-1]))
     with encode.all_rows():
-        for place, encoded in enumerate(_encoded(rows, encode)):
+        for place, encoded in enumerate(_encoded(rows, encode, source)):
             if place in ends:
                 parts.append(out := [])
             if encoded is not None:
                 out.append(encoded)
             if time.monotonic() - last_logged > LOG_INTERVAL_S:
                 last_logged = time.monotonic()
-                log.info("encoded %d of %d %s", place + 1, len(rows), encode.unit)
+                of_all = f" of {len(rows)}" if has_random_access(rows) else ""
+                log.info("encoded %d%s %s", place + 1, of_all, encode.unit)
     return rows.with_parts(parts) if isinstance(rows, MixedRows) else out
 
 
-def _encoded(rows: Any, encode: Encoder[Any]) -> Iterator[Any]:
+def _encoded(rows: Any, encode: Encoder[Any], source: str) -> Iterator[Any]:
     """Yields the encoded rows, in order; the encoder gets them in batches, so that it calls the tokenizer once per
     batch.
     """
-    items, place = iterate_rows(rows, "the data"), 0
+    items, place = iterate_rows(rows, source), 0
     while batch := list(islice(items, ENCODE_BATCH)):
         yield from encode.encode_batch(batch, place)
         place += len(batch)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from whet.config import DataConfig, RolloutConfig
 
-__all__ = ["Answered", "LongPrompt", "PromptEncoder", "find_prompt_column"]
+__all__ = ["DATA_FIELDS", "Answered", "LongPrompt", "PromptEncoder", "find_prompt_column"]
 
 log = logging.getLogger("whet")
 
@@ -169,6 +169,8 @@ class PromptEncoder(Encoder[Prompt]):
         self.on_long_prompt = on_long_prompt
         self.on_template_change = on_template_change
         self.on_answered = on_answered
+        self.empty_ids: Sequence[int] = ()
+        """The ids of an empty prompt, in place of an error: for agents that write the whole conversation."""
         self.reset_counts()
         self._defer_errors = False
         if apply_chat_template:
@@ -282,12 +284,12 @@ class PromptEncoder(Encoder[Prompt]):
 
     def _make_prompt(self, row: _PromptRow, tokens: list[int]) -> Prompt | None:
         """Returns the Prompt of a row; None = it is dropped."""
-        number, source = row.number, row.source
+        number, source, tokens = row.number, row.source, tokens or list(self.empty_ids)
         if not tokens:
             raise DataError(
                 f"row {number}: the prompt {format_value(source)} has no tokens; leave the row out, or fill it"
             )
-        if not self._warned_of_empty and not has_text(self.messages(source)):
+        if not (self._warned_of_empty or self.empty_ids or has_text(self.messages(source))):
             self._warned_of_empty = True
             log.warning(EMPTY_PROMPT, number)
         ids = np.asarray(tokens, dtype=np.int32)

@@ -24,8 +24,8 @@ from whet.config import Mode, config_from_dict, dump_tree
 from whet.config.evaluate import EVAL_SHORTHANDS, EvalRunConfig
 from whet.config.loader import merge
 from whet.data.checksums import compute_checksums
-from whet.data.prompt_stream import hold_out
-from whet.data.read_errors import iterate_rows
+from whet.data.prompt_stream import encode_all, hold_out
+from whet.data.prompts import DATA_FIELDS
 from whet.data.sources import load_rows
 from whet.data.templates import uses_chat_template
 from whet.data.text_parts import decode_ids
@@ -349,17 +349,11 @@ class _Work:
         self.encode = encode = self.sampler.encoder(
             sections=True,
             tools=None if script is None else script.tools,
-            prompt_column=c.prompt_column,
-            apply_chat_template=c.apply_chat_template,
-            system_prompt=c.system_prompt,
-            on_template_change=c.on_template_change,
-            on_answered=c.on_answered,
             max_prompt_length=rollout.max_prompt_length,
             on_long_prompt=rollout.on_long_prompt,
+            **{name: getattr(c, name) for name in DATA_FIELDS},
         )
-        named = data if isinstance(data, str | Path) else "the data"
-        with encode.all_rows():
-            prompts = [p for i, row in enumerate(iterate_rows(rows, str(named))) if (p := encode(row, i)) is not None]
+        prompts = list(encode_all(rows, encode, str(data) if isinstance(data, str | Path) else "the data"))
         dropped = encode.counts["dropped"]
         if not prompts:
             raise DataError(

@@ -143,8 +143,7 @@ class Diagnostics:
 
     def _num_choices(self) -> int | None:
         actor = self.cluster.actor
-        vocabulary = int(actor.module.get_input_embeddings().weight.shape[0])  # pyright: ignore
-        return num_choices(actor.processors, vocabulary)
+        return num_choices(actor.processors, actor.loaded.num_ids)
 
     def _describe(self, name: str, row: Mapping[str, float], rewards: RewardBatch, batch: TokenBatch) -> str:
         """Returns a problem, what it means, and what to look at."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from whet.errors import ConfigError
 from whet.models.heads import Head
 from whet.models.lora_layers import Adapter
+from whet.models.modes import num_ids
 from whet.util.tensor_subclasses import is_sharded
 
 __all__ = ["LoadedModel", "ParameterSnapshot"]
@@ -88,7 +89,7 @@ class LoadedModel:
     @property
     def num_ids(self) -> int:
         """The number of token ids that the model can read: the rows of its embedding, padding included."""
-        return int(self.module.get_input_embeddings().weight.shape[0])  # pyright: ignore
+        return num_ids(self.module)
 
     def base_view(self) -> LoadedModel:
         """Returns the same module with its adapter off: a reference that needs no memory of its own.

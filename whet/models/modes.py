@@ -15,7 +15,7 @@ from whet.models.attention import ATTENTION
 from whet.models.config_sizes import config_positions
 from whet.models.prompt_tuning import num_virtual_tokens
 
-__all__ = ["eval_mode", "max_positions", "transformers_attention"]
+__all__ = ["eval_mode", "max_positions", "num_ids", "transformers_attention"]
 
 
 @contextmanager
@@ -49,6 +49,11 @@ def max_positions(module: nn.Module) -> int | None:
     """
     positions = config_positions(module.config)
     return None if positions is None else positions - num_virtual_tokens(module)
+
+
+def num_ids(module: nn.Module) -> int:
+    """Returns the number of token ids that a model can read: the rows of its embedding, padding included."""
+    return int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
 
 
 @contextmanager

@@ -187,14 +187,15 @@ def allowed_tokens(bits: Tensor, vocabulary: int) -> Tensor:
 
 
 def _index(ids: Sequence[int], device: torch.device) -> Tensor:
-    """Token ids as an index on a device. On a GPU it is copied there once: a host list would block at each use."""
+    """Token ids as an index on a device. On a GPU it is copied there once: a host list would be copied at each use."""
     return torch.tensor(ids) if device.type == "cpu" else _index_on_device(tuple(ids), device)
 
 
 @functools.lru_cache(maxsize=64)
 def _index_on_device(ids: tuple[int, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(ids, device=device)
+        pinned = torch.empty(len(ids), dtype=torch.long, pin_memory=device.type == "cuda")
+        return pinned.copy_(torch.tensor(ids)).to(device, non_blocking=True)
 
 
 def _outside(logits: Tensor, processors: LogitsProcessors, position: Tensor, allowed: Tensor | None) -> Tensor:

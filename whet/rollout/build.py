@@ -147,7 +147,7 @@ def _warn_unused(spec: Any, config: RolloutConfig) -> None:
 
 def make_grammars(loaded: LoadedModel, tokenizer: Any) -> Grammars:
     """Returns the grammars of a model's tokenizer; nothing is compiled before the first constraint."""
-    return Grammars(tokenizer, vocabulary=int(loaded.module.get_input_embeddings().weight.shape[0]))  # pyright: ignore
+    return Grammars(tokenizer, vocabulary=loaded.num_ids)
 
 
 def describe_engine(engine: RolloutEngine) -> dict[str, str]:

@@ -24,7 +24,7 @@ from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.loaded_model import LoadedModel
 from whet.models.lora_layers import base_parameters
-from whet.models.modes import eval_mode, transformers_attention
+from whet.models.modes import eval_mode, num_ids, transformers_attention
 from whet.models.quantized import dequantize
 from whet.models.self_check import tolerance_for
 from whet.ops.counter_rng import hash_rng_key
@@ -85,7 +85,7 @@ class ExternalEngine:
             self._check_sampling(sampling)
         module = model.module if isinstance(model, LoadedModel) else model
         self._decode = decode
-        self._vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
+        self._vocabulary = num_ids(module)
         self._names = WeightNames(module)
         self._in_flight: dict[int, InFlightRequest] = {}
         self._done: list[Output] = []

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.loaded_model import LoadedModel
-from whet.models.modes import eval_mode, max_positions, transformers_attention
+from whet.models.modes import eval_mode, max_positions, num_ids, transformers_attention
 from whet.models.prompt_tuning import is_prompt_tuned
 from whet.ops.counter_rng import hash_rng_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
@@ -78,7 +78,7 @@ class HFEngine(QueueEngine):
             raise ConfigError(f"batch_size {batch_size} must be at least 1")
         super().__init__("hf", max_batch=batch_size)
         self._module = model.module if isinstance(model, LoadedModel) else model
-        self._vocabulary = int(self._module.get_input_embeddings().weight.shape[0])  # pyright: ignore
+        self._vocabulary = num_ids(self._module)
         self._positions = max_positions(self._module)
         self._decode, self._batch_size, self._grammars = decode, batch_size, grammars
         self._base: Any = self._module

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from whet.errors import ConfigError, EngineError, lookup_error
 from whet.models.loaded_model import LoadedModel
+from whet.models.modes import num_ids
 from whet.ops.counter_rng import hash_rng_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.queue_engine import QueueEngine
@@ -63,7 +64,7 @@ class MockEngine(QueueEngine):
             raise lookup_error("length_distribution", length_distribution, DISTRIBUTIONS)
         if vocabulary is None:
             module = model.module if isinstance(model, LoadedModel) else model
-            vocabulary = 256 if module is None else int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
+            vocabulary = 256 if module is None else num_ids(module)
         if vocabulary < 1 or per_step < 1:
             raise ConfigError(f"vocabulary {vocabulary} and per_step {per_step} must be at least 1")
         super().__init__("mock", max_batch=per_step)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from whet.errors import EngineError
 from whet.models.loaded_model import LoadedModel
-from whet.models.modes import eval_mode, max_positions, transformers_attention
+from whet.models.modes import eval_mode, max_positions, num_ids, transformers_attention
 from whet.ops.counter_rng import hash_rng_key, uniform
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.in_flight import InFlightRequest
@@ -143,7 +143,7 @@ class SimpleEngine(QueueEngine):
     def __init__(self, model: LoadedModel | nn.Module, *, decode: Decode | None = None) -> None:
         super().__init__(type(self).__name__, max_batch=1)
         self.module = model.module if isinstance(model, LoadedModel) else model
-        self._vocabulary = int(self.module.get_input_embeddings().weight.shape[0])  # pyright: ignore
+        self._vocabulary = num_ids(self.module)
         self._positions = max_positions(self.module)
 
     def complete(self, request: Request) -> tuple[Sequence[int], Sequence[float]]:

@@ -26,6 +26,7 @@ from whet.models.attention import ATTENTION, Layout
 from whet.models.lora import add_adapter
 from whet.models.pretrained import meta_model
 from whet.models.projection import chunk_rows
+from whet.models.varlen import MAX_KEYS
 
 __all__ = [
     "GB",
@@ -106,13 +107,18 @@ class ModelSizes:
         rows = chunk_rows(tokens, 4 * self.vocabulary, torch.device("cuda")) if self.vocabulary else 0
         return 3.0 * 4 * rows * self.vocabulary + (4.0 * self.largest if rows else 0.0)
 
-    def activations(self, tokens: int, checkpointing: str) -> float:
-        """Returns bytes that a forward pass holds for its backward pass. Args: checkpointing: "none" or "full"; others
-        count as "none", which is an upper bound.
+    def activations(self, tokens: int, checkpointing: str, keys: float = 1.0) -> float:
+        """Returns bytes that a forward pass holds for its backward pass.
+
+        Args:
+            tokens: of the pass.
+            checkpointing: "none" or "full"; others count as "none", which is an upper bound.
+            keys: that attention gathers for each token, and holds: over 1 where sequences share a prompt.
         """
+        per_token = self.activation_bytes + (keys - 1.0) * self.kv_bytes
         if checkpointing != "full":
-            return float(self.activation_bytes * tokens)
-        one_layer = self.activation_bytes / self.layers
+            return per_token * tokens
+        one_layer = per_token / self.layers
         return tokens * (self.layers * self.layer_input_bytes + one_layer)
 
 
@@ -368,7 +374,7 @@ def _held_in_passes(
     config: PlannedRun, sizes: ModelSizes, tokens: int, checkpointing: str, kv_tokens: int, is_bounded: bool
 ) -> list[Part]:
     """Returns the parts of a pass of training, and of the engine. Args: is_bounded: its cache is."""
-    own_tokens = -(-tokens // config.trainer.context_parallel_size)
+    own_tokens, keys = -(-tokens // config.trainer.context_parallel_size), _gathered_keys(config)
     turns = copy = graphs = 0.0
     if isinstance(config, RunConfig) and config.rollout_engine == "vllm":
         copy = float(sizes.dtype_bytes * sizes.parameters)
@@ -378,7 +384,7 @@ def _held_in_passes(
             turns = float(min(CONVERSATION_BYTES, sizes.kv_bytes * kv_tokens))
     reserve = RESERVE if isinstance(config, RunConfig) else 0.0
     return [
-        Part(f"activations, {own_tokens:,} tokens", 0.0, sizes.activations(own_tokens, checkpointing)),
+        Part(f"activations, {own_tokens:,} tokens", 0.0, sizes.activations(own_tokens, checkpointing, keys)),
         Part("logits of the head, in parts", 0.0, sizes.logits(own_tokens)),
         Part(f"KV cache, {kv_tokens:,} tokens", float(sizes.kv_bytes * kv_tokens), 0.0),
         Part("KV of earlier turns", turns, 0.0),
@@ -387,6 +393,19 @@ def _held_in_passes(
         Part("workspace and graphs of vLLM", VLLM_BYTES * bool(copy), VLLM_BYTES / 2 * bool(copy)),
         Part("reserve", reserve, RESERVE),
     ]
+
+
+def _gathered_keys(config: PlannedRun) -> float:
+    """Returns the keys that attention gathers for each token: a completion's are its prompt's, which is there once, and
+    its own. Rows with more than MAX_KEYS take another kernel, which gathers none.
+    """
+    if isinstance(config, SFTRunConfig):
+        return 1.0
+    if not isinstance(config, RunConfig):
+        return 5 / 3  # pairs whose prompt is as long as an answer
+    rollout, count = with_lengths(config).rollout, config.algo.num_generations
+    prompt, completion = rollout.max_prompt_length or LENGTH, rollout.most_tokens
+    return min(MAX_KEYS, (prompt + count * (prompt + completion)) / (prompt + count * completion))
 
 
 def with_settings(config: PlannedRun, plan: MemoryPlan) -> Sequence[str]:

@@ -1,9 +1,9 @@
 """A rehearsal before the first step: what takes the most memory runs once, so that a run that does not fit ends now.
 
-The largest micro-batch of an update runs forward and backward, next to as much memory as the optimizers' states will
-take; then the keys and values of a whole rollout are allocated next to both. Weights, optimizers and random numbers
-stay as they are, and gradients are dropped. An update that runs out of memory goes on with smaller micro-batches
-(train/out_of_memory.py), which the run then keeps.
+The largest micro-batch is scored, and then runs forward and backward next to as much memory as the optimizers' states
+will take: kernels for both are compiled and compared here. Then the keys and values of a whole rollout are allocated
+next to both. Weights, optimizers and random numbers stay as they are, and gradients are dropped. An update that runs
+out of memory goes on with smaller micro-batches (train/out_of_memory.py), which the run then keeps.
 Left out on purpose: the workspace of the optimizer's step, and the memory of vLLM and SGLang.
 """
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whet.config import Role
 from whet.errors import ConfigError
 from whet.models.config_sizes import kv_bytes_per_token
 from whet.train.memory_plan import GB, MOMENT_BYTES
@@ -83,6 +84,8 @@ def _run_update(trainer: RoleTrainer, prompt: int, completion: int) -> int:
     assert worker.optim is not None, "a trained model has an optimizer"
     batch = _largest_batch(worker, prompt, completion)
     try:
+        if trainer.role is Role.ACTOR:
+            worker.logprobs(batch)
         worker.forward_backward(batch, _loss, **trainer.needs)
         return max(micro.num_tokens for micro in worker.micro_batches(batch, worker.max_sequences, trained=True))
     except torch.OutOfMemoryError as error:

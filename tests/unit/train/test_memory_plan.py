@@ -12,8 +12,10 @@ from whet.cli.supervised import separate_reference
 from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, RoleConfig, SFTRunConfig, load_run, load_supervised
 from whet.config.lora import LoraConfig
 from whet.errors import ConfigError
-from whet.models.attention import SegmentLayout
+from whet.models import varlen
+from whet.models.attention import Layout, SegmentLayout
 from whet.models.lora import add_adapter
+from whet.models.varlen import VarlenRow
 from whet.parallel.ranks import Ranks
 from whet.rollout.engine.prefix_cache import MAX_BYTES
 from whet.train.memory_plan import (
@@ -119,6 +121,44 @@ def test_activations_are_what_a_pass_on_a_processor_saves(tmp_path, kind, lora):
         return sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in own)
 
     assert (count(512) - count(256)) / 256 == pytest.approx(sizes.activation_bytes, rel=0.05)
+
+
+class _Kernel(torch.autograd.Function):
+    """varlen_attn by what it holds for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:2], dtype=torch.float32))
+        return out
+
+
+class _RowLayout(Layout):
+    def __init__(self, lengths, parents):
+        self.row, self.position_ids = VarlenRow(lengths, parents), SegmentLayout(lengths, parents).position_ids
+
+    def attend(self, layer, q, k, v, *, scale, window, **options):
+        return self.row.attend(q, k, v, scale=scale, window=window)
+
+
+def test_keys_that_attention_gathers_for_a_shared_prompt_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(varlen, "varlen_attn", lambda q, k, v, *tables, **options: _Kernel.apply(q, k, v))
+    lengths = ["rollout.max_prompt_length=64", "rollout.max_tokens_to_generate=64", "algo.num_generations=4"]
+    config = load_run([f"model={save_config(tmp_path)}", "trainer.max_tokens_per_microbatch=640", *lengths])
+    sizes, module = measure_model(config.actor, trained=True), make_module(tmp_path)
+
+    def saved(tokens):
+        layout, held = _RowLayout([tokens] * 5, [-1, 0, 0, 0, 0]), {}
+        keep = lambda x: held.setdefault(x.untyped_storage().data_ptr(), x)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            ids = torch.zeros(1, 5 * tokens, dtype=torch.long)
+            module.model(input_ids=ids, position_ids=layout.position_ids, whet_layout=layout, use_cache=False)
+        own = {p.data_ptr() for p in module.parameters()}
+        return sum(x.untyped_storage().nbytes() for key, x in held.items() if key not in own)
+
+    (part,) = [p for p in plan_memory(config, sizes).parts if p.name.startswith("activations")]
+    assert saved(128) - saved(64) == pytest.approx(part.update / 2, rel=0.02)
+    assert part.update > 1.05 * sizes.activations(640, "none")
 
 
 def test_a_cache_is_what_the_plan_says(tmp_path):

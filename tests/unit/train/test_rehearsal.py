@@ -1,8 +1,10 @@
 """A rehearsal changes nothing of a run, and says before the first step what does not fit."""
 
+import importlib
+
 import pytest
 import torch
-from helpers import cluster, length_reward, limit_passes, rows, same, tiny_model, weights_of
+from helpers import cluster, length_reward, limit_passes, random_batch, rows, same, tiny_model, weights_of
 
 from whet.config import DataConfig, GRPOConfig, OptimConfig, PPOConfig, Role, SupervisedTrainingConfig
 from whet.data.tokenizer import byte_tokenizer
@@ -11,6 +13,7 @@ from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
 from whet.learners.preference import RewardModelLearner
 from whet.learners.sft import SFTLearner
+from whet.models import attention, flex
 from whet.models.config_sizes import kv_bytes_per_token
 from whet.train.rehearsal import rehearse
 from whet.train.supervised_models import SupervisedModels
@@ -61,6 +64,30 @@ def test_every_learner_is_rehearsed_without_a_change(kind, caplog):
         results.append(({f"{r}.{n}": w for r, x in trained.items() for n, w in weights_of(x.module).items()}, losses))
     assert caplog.text.count("rehearsal: an update with") == 1
     assert same(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+
+
+@pytest.mark.full
+def test_kernels_of_flex_are_compiled_in_the_rehearsal_and_by_no_length_after_it(monkeypatch):
+    torch_flex = importlib.import_module("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)  # it refuses a backward pass on a CPU
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    compiled = torch.compile(flex._attention, dynamic=True, fullgraph=True, backend=lambda graph, _: graph.forward)
+    monkeypatch.setattr(flex, "_attention", compiled)
+    monkeypatch.setattr(attention, "flex_unsupported_reason", lambda case: None)
+    made = models(max_tokens_per_microbatch=600)
+    object.__setattr__(made.trained.loaded, "attention", "flex")  # which is for GPUs
+    stats, worker = torch._dynamo.utils.counters["stats"], made.trained
+    before = stats["unique_graphs"]
+    rehearse(made, 10, 90)
+    graphs = stats["unique_graphs"]
+    assert graphs > before
+    for lengths in ((40, [30, 9]), (300, [20, 70, 5]), (1, [128])):
+        batch = random_batch(lengths, (12, [80, 40]))
+        batch = batch.replace(weights=torch.full((batch.num_tokens,), 1.0 / batch.num_tokens))
+        worker.logprobs(batch)
+        worker.forward_backward(batch, lambda x: (-x.logprobs, {}))
+        worker.optim_step()
+    assert stats["unique_graphs"] == graphs
 
 
 def test_an_update_that_does_not_fit_goes_on_with_less(monkeypatch, caplog):

@@ -12,6 +12,7 @@ import numpy as np
 
 from whet.cluster import RLCluster as CoreCluster
 from whet.config import Mode
+from whet.data.prompts import PromptEncoder
 from whet.envs.environment import ENVIRONMENT_REWARD
 from whet.errors import ConfigError
 from whet.learners.episodes import longest_sequence
@@ -113,6 +114,12 @@ class AgenticGRPOLearner(GRPOLearner):
         """Takes the reward functions; each is given the last turn of an episode as its completion."""
         fns = reward_fns if isinstance(reward_fns, list | tuple) else [] if reward_fns is None else [reward_fns]
         super().set_reward_fns([_with_last_turns(fn) if callable(fn) else fn for fn in fns] or None)
+
+    def encoder(self, mode: Mode) -> PromptEncoder:
+        """Returns the encoder of a mode. A prompt may be empty: the agent writes the conversation."""
+        encode = super().encoder(mode)
+        encode.empty_ids = list(self.cluster.eos_ids)[:1]
+        return encode
 
     def episode_runner(self, mode: Mode) -> EpisodeRunner | None:
         """Returns the generator function of a mode's episodes."""
