@@ -25,9 +25,9 @@ from whet.models.modes import max_positions
 from whet.ops import LogitsProcessors, clipped_surrogate, clipped_value
 from whet.rewards.model import RewardModel
 from whet.rollout import resolve_engine
+from whet.rollout.auto_engine import AUTO, choose_engine
 from whet.rollout.base import RolloutEngine, Sampling, sampling_processors
 from whet.rollout.build import make_engine, make_grammars, make_sampling
-from whet.rollout.choose import AUTO, choose_engine
 from whet.rollout.constrained_decoding import Masks
 from whet.rollout.driver import RolloutDriver
 from whet.rollout.policy_rollouts import EpisodeRunner, PolicyRollouts

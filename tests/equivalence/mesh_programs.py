@@ -15,7 +15,7 @@ from whet.metrics import flat
 from whet.models.load import load_model
 from whet.ops import LOSS_AGG_MODES
 from whet.parallel.mesh import make_mesh
-from whet.train.optim import total_norm
+from whet.train.optimizer import total_norm
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import ModelWorker
 from whet.types import Group, TokenBatch

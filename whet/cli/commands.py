@@ -46,7 +46,7 @@ from whet.observe.progress import sparkline
 from whet.parallel.processes import join_processes
 from whet.parallel.ranks import Ranks
 from whet.parallel.torchrun_env import check_mesh, world_size
-from whet.rollout.choose import AUTO, choose_engine
+from whet.rollout.auto_engine import AUTO, choose_engine
 from whet.run.run import Run
 from whet.run.signals import Stopped
 from whet.storage.completions import read_completions

@@ -21,8 +21,8 @@ from whet.rewards.model import RewardModel
 from whet.rewards.resolve import with_reward_model
 from whet.rollout.sampler import Sampler
 from whet.run.provenance import source_of, weights_digest
+from whet.storage.model_paths import model_folder
 from whet.train.worker import ModelWorker
-from whet.util.model_paths import model_folder
 
 __all__ = ["hash_reward_functions", "make_reward_manager"]
 

@@ -24,7 +24,7 @@ from whet.hub.base_model import licence_of_card
 from whet.hub.model_card import make_model_card, read_card_facts
 from whet.storage.checkpoint import step_of, verify_checkpoint, write_folder_atomic
 from whet.storage.files import read_json
-from whet.util.model_paths import hub_unreachable_reason
+from whet.storage.model_paths import hub_unreachable_reason
 from whet.util.references import check_access
 
 __all__ = ["PushResult", "check_hub_token", "push_folder", "push_to_hub"]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from whet.packing.micro_batch import MicroBatch
-    from whet.train.optim import Optim
+    from whet.train.optimizer import Optim
     from whet.types import TokenStats
 
 __all__ = ["Phase", "Placement"]

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from whet.parallel.ranks import ProcessRanks, Ranks
 from whet.storage.checkpoint import file_sum
-from whet.util.shard_files import read_tensors, saved_tensors, shard_errors
+from whet.storage.shards import read_tensors, saved_tensors, shard_errors
 
 __all__ = ["SHARDS", "ShardReader", "Stager", "write_shards"]
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "changed_settings",
-    "check_inputs",
+    "check_same_inputs",
     "check_same_settings",
     "check_settings",
     "record_inputs",
@@ -126,7 +126,7 @@ def record_inputs(
     }
 
 
-def check_inputs(old: Any, new: Mapping[str, Any], *, allow: bool) -> None:
+def check_same_inputs(old: Any, new: Mapping[str, Any], *, allow: bool) -> None:
     """Compares the checkpoint's inputs with the current ones. Different code is only a warning.
 
     Args: old: the checkpoint's inputs. new: the result of `record_inputs`. allow: log differences instead of refusing

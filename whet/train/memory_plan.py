@@ -45,7 +45,7 @@ __all__ = [
     "measure_model",
     "plan_memory",
     "ways_to_fit",
-    "with_lengths",
+    "with_assumed_lengths",
     "with_settings",
 ]
 
@@ -276,7 +276,7 @@ def plan_memory(
     return next((plan for plan in wanted if plan.peak <= memory), wanted[-1])
 
 
-def with_lengths(config: RunConfig) -> RunConfig:
+def with_assumed_lengths(config: RunConfig) -> RunConfig:
     """Returns the configuration with LENGTH for each length of the rollout that it leaves to data and model."""
     missing = dict.fromkeys(config.rollout.open_lengths, LENGTH)
     return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, **missing)) if missing else config
@@ -289,7 +289,7 @@ def longest_row(config: PlannedRun) -> int:
     run have no data.max_length.
     """
     if isinstance(config, RunConfig):
-        rollout = with_lengths(config).rollout
+        rollout = with_assumed_lengths(config).rollout
         return (rollout.max_prompt_length or LENGTH) + rollout.most_tokens
     return (config.data.max_length or 2 * LENGTH) * (1 if isinstance(config, SFTRunConfig) else 2)
 
@@ -403,7 +403,7 @@ def _gathered_keys(config: PlannedRun) -> float:
         return 1.0
     if not isinstance(config, RunConfig):
         return 5 / 3  # pairs whose prompt is as long as an answer
-    rollout, count = with_lengths(config).rollout, config.algo.num_generations
+    rollout, count = with_assumed_lengths(config).rollout, config.algo.num_generations
     prompt, completion = rollout.max_prompt_length or LENGTH, rollout.most_tokens
     return min(MAX_KEYS, (prompt + count * (prompt + completion)) / (prompt + count * completion))
 

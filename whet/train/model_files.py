@@ -27,15 +27,7 @@ from torch import Tensor
 from whet.errors import CheckpointError, ConfigError
 from whet.models.load import DTYPES, save_model
 from whet.models.loaded_model import LoadedModel
-from whet.models.lora import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    PREFIX,
-    adapter_tensors,
-    load_adapter_weights,
-    save_adapter,
-    save_adapter_config,
-)
+from whet.models.lora import adapter_tensors, load_adapter_weights, save_adapter, save_adapter_config
 from whet.models.prompt_tuning import ENCODER, is_prompt_tuned
 from whet.storage.checkpoint import (
     CHECKPOINT_FORMAT,
@@ -47,7 +39,8 @@ from whet.storage.checkpoint import (
     save_weights,
     write_state,
 )
-from whet.train.optim import Optim
+from whet.storage.model_paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
+from whet.train.optimizer import Optim
 
 if TYPE_CHECKING:
     from whet.parallel.shards import ShardReader
@@ -180,7 +173,7 @@ class ModelFiles:
             learned = is_prompt_tuned(self.loaded.module)
             path = _state_folder(folder) / ENCODER if learned else folder / ADAPTER_WEIGHTS
             try:
-                adapter = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path).items()}
+                adapter = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(path).items()}
                 load_adapter_weights(self.loaded.module, adapter, str(path), self.masters)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(

@@ -43,7 +43,7 @@ from whet.storage.checkpoint import (
 )
 from whet.storage.files import remove_path
 from whet.storage.folder_lock import FolderLock
-from whet.storage.run_state_validation import read_run_state
+from whet.storage.run_state import read_run_state
 from whet.train.out_of_memory import BUDGETS, read_budgets, write_budgets
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import ModelWorker

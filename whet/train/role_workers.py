@@ -34,14 +34,14 @@ from whet.parallel.placement import Placement
 from whet.parallel.processes import join_processes
 from whet.parallel.ranks import Ranks
 from whet.parallel.torchrun_env import check_mesh
+from whet.storage.model_paths import check_hub, model_folder
+from whet.train.make_optimizer import check_optimizer
 from whet.train.offload import OffloadPlacement
-from whet.train.optimizers import check_optimizer
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Allowed, Loss, ModelWorker
 from whet.util.device import empty_cache
 from whet.util.memory import release_freed_memory
-from whet.util.model_paths import check_hub, model_folder
 
 if TYPE_CHECKING:
     from whet.parallel.mesh import ProcessMesh

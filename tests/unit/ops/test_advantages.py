@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import tensor
 
-from whet.config.algo.advantage import NEED_GROUPS
+from whet.config.algo import NEED_GROUPS
 from whet.errors import ConfigError, DataError
 from whet.ops.advantages import (
     ADVANTAGE_ESTIMATORS,

@@ -30,7 +30,7 @@ from whet.storage.checkpoint import (
     write_folder_atomic,
     write_state,
 )
-from whet.storage.run_state_validation import check_storable
+from whet.storage.run_state import check_storable
 
 
 def write(text="x"):

@@ -31,7 +31,7 @@ from whet.train.memory_plan import (
     plan_memory,
     with_settings,
 )
-from whet.train.optim import Optim
+from whet.train.optimizer import Optim
 from whet.train.supervised_models import SupervisedModels
 
 RECIPE = Path(__file__).parents[3] / "recipes/gsm8k_qwen3_0.6b.yaml"

@@ -34,7 +34,7 @@ from whet.rollout.engine.prefix_cache import CachedSequence, PrefixCache, common
 from whet.rollout.engine.runner import Runner, StepOutput
 from whet.rollout.engine.scheduler import Prefix, Scheduler
 from whet.rollout.in_flight import InFlightRequest
-from whet.rollout.requests import SamplingPlan, check_ids, check_request, make_plan
+from whet.rollout.requests import SamplingPlan, check_request, check_request_ids, make_plan
 from whet.rollout.stopping import Decode
 from whet.types import FinishReason
 
@@ -151,7 +151,7 @@ class EmbeddedEngine:
 
         Raises: EngineError: one of them could never fit, or its id is in flight; none is queued then.
         """
-        check_ids(requests, self._in_flight)
+        check_request_ids(requests, self._in_flight)
         for r in requests:
             check_request(
                 r,

@@ -9,8 +9,8 @@ from whet import Sampler
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model
-from whet.util.model_paths import check_hub, resolved_path_message
-from whet.util.model_paths import model_folder as model_folder_of
+from whet.storage.model_paths import check_hub, resolved_path_message
+from whet.storage.model_paths import model_folder as model_folder_of
 
 
 @pytest.fixture
