@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["PhaseMemory", "empty_cache", "memory_metrics", "on_device", "peak_flops", "peak_of"]
+__all__ = ["PhaseMemory", "available_memory", "empty_cache", "memory_metrics", "on_device", "peak_flops", "peak_of"]
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -58,6 +58,19 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
         "memory/peak_allocated": float(torch.cuda.max_memory_allocated(device)),
         "memory/peak_reserved": float(torch.cuda.max_memory_reserved(device)),
     }
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Returns the bytes that may still be allocated on a GPU: what is free, and what torch's allocator has cached; None
+    on other devices.
+
+    >>> available_memory(torch.device("cpu")) is None
+    True
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 class PhaseMemory:
