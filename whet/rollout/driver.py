@@ -461,7 +461,7 @@ class RolloutDriver:
         for result in sorted(results, key=lambda result: result.key):
             running = self._calling.pop(result.key)
             _add_seconds(running, result.seconds)
-            self._trace.add(running.phase, result.seconds, episode=running.episode.rng_key)
+            self._trace.add(running.phase, result.seconds, call=running.call, episode=running.episode.rng_key)
             resume = running.turns.send if result.error is None else running.turns.throw
             ready.append((running, resume, result.value if result.error is None else result.error))
         self._advance(ready)
