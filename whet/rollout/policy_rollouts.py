@@ -113,7 +113,7 @@ class PolicyRollouts:
         self.resume()
         self.sync_check.finish(self.driver, self._policy, self._vocab_size)
         seed, step, first = rng_key
-        expected = self._lengths.of(kind, prompts) if run_episode is None else [None] * len(prompts)
+        expected = self._lengths.expected(kind, prompts) if run_episode is None else [None] * len(prompts)
         greedy_sampling = replace(sampling, temperature=0.0)
         first_id = self.driver.next_id
 
