@@ -89,6 +89,15 @@ def test_joined_weights_are_the_models_own_which_is_trained_and_saved_as_before(
     assert len({p.untyped_storage().data_ptr() for p in model.model.layers[0].self_attn.parameters()}) < 7
 
 
+def test_several_processes_leave_the_parameters_where_fsdp_put_them(monkeypatch):
+    model = build(gain=3.0)
+    before = {n: p.data_ptr() for n, p in model.named_parameters()}
+    monkeypatch.setattr(pool_runner.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(pool_runner.dist, "get_world_size", lambda: 2)
+    pooled(model)
+    assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
+
+
 @pytest.mark.parametrize("bound", [180, 300])
 def test_a_bounded_pool_holds_no_more_and_ends(bound):
     model, held = build(gain=3.0), []

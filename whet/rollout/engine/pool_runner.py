@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from whet.models.attention import Layout
@@ -68,7 +69,10 @@ class PoolRunner(Runner):
         rows = padded_rows(max_batch)
         self.state = torch.zeros(9, rows, dtype=torch.long, device=self.device)
         self._ends = torch.arange(2 * rows + 1, dtype=torch.int32, device=self.device)
-        forward.join_products()
+        if not (
+            dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        ):  # there FSDP has the memory of the parameters
+            forward.join_products()
         forward.ensure_positions(min(longest, capacity))
 
     @property
