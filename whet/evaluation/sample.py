@@ -69,9 +69,8 @@ class BestAndWorst:
         """Adds the completions of a batch."""
         totals = iter(rewarded.total.tolist())
         for group, texts in zip(rewarded.groups, rewarded.texts, strict=True):
-            by_generation = {c.generation: (c, text) for c, text in zip(group.completions, texts, strict=True)}
-            for completion, text in by_generation.values():  # the last fork of a conversation has all of it
-                example = _Example(next(totals), group.prompt, completion, text)
+            for place in group.last:
+                example = _Example(next(totals), group.prompt, group.completions[place], texts[place])
                 self.count += 1
                 self.first = self.first or example
                 if math.isnan(example.reward):
