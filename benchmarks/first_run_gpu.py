@@ -217,6 +217,12 @@ def varlen(device: Any) -> dict[str, Any]:
                 if reason := varlen_unsupported_reason(case._replace(pitches=(8 * size, 2 * size, 2 * size))):
                     refused[f"{size}, {'trained' if grad else 'scored'}"] = reason
         need(not refused, f"training does without varlen_attn: {refused}")
+        from whet.rollout.engine.kv_pool import PoolCase, pool_unsupported_reason
+
+        for size, kv in ((64, 2), (128, 8), (128, 1), (256, 2)):
+            if reason := pool_unsupported_reason(PoolCase(device, dtype, 8, kv, size, size**-0.5)):
+                refused[f"decode, {size}, {kv} KV heads"] = reason
+        need(not refused, f"decode steps do without varlen_attn: {refused}")
     return {"off": found}
 
 

@@ -4,10 +4,10 @@
 
 Kernels are counted with models of one and of two layers: a decode step by its operations on the processor, in the form
 that runs on a GPU, with a norm and an attention as one kernel each; forward and backward passes on the meta device,
-with transformers' own layers and attention as one kernel. A decode step takes its kernels' time in a graph, and the
-time to read weights and KV. A pass of training takes what is longer, the launches or the work: products at a share of
-the peak, and what is kept for the backward pass written once and read twice. What these leave out makes a GPU slower:
-gaps in rollouts, the kernels that varlen_attn launches besides its own, rewards.
+with transformers' own layers, attention as one kernel, and a norm as one forward and two backward. A decode step takes
+its kernels' time in a graph, and the time to read weights and KV. A pass of training takes what is longer, the launches
+or the work: products at a share of the peak, and what is kept for the backward pass written once and read twice. What
+these leave out makes a GPU slower: gaps in rollouts, the kernels that varlen_attn launches besides its own, rewards.
 """
 
 from __future__ import annotations
@@ -136,6 +136,19 @@ class _Attention(torch.autograd.Function):
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
 
 
+class _Norm(torch.autograd.Function):
+    """A norm as one kernel; its backward pass is two."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
+
+
 class _Layout(ShapesLayout):
     def attend(self, layer: int, q: Any, k: Any, v: Any, **options: Any) -> Any:
         return _Attention.apply(q, k, v)
@@ -152,11 +165,14 @@ def pass_kernels(layers: int) -> int:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).train()
     model.set_attn_implementation(ATTENTION)
+    norms = [x for x in model.modules() if hasattr(x, "variance_epsilon")]
+    for norm in norms:
+        norm.forward = lambda x, norm=norm: _Norm.apply(x, norm.weight)
     layout, ids = _Layout(64), torch.zeros(1, 64, dtype=torch.long, device="meta")
     with Kernels() as kernels:
         out = model.model(input_ids=ids, position_ids=layout.position_ids, whet_layout=layout, use_cache=False)
         out.last_hidden_state.sum().backward()
-    return kernels.count + 3 * layers  # attention forward, and two kernels backward
+    return kernels.count + 3 * layers + 3 * len(norms)  # attention forward, and two kernels backward; norms too
 
 
 def recipe_sizes() -> tuple[ModelSizes, int]:

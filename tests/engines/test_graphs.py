@@ -2,7 +2,9 @@
 
 import logging
 import threading
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -10,9 +12,11 @@ from cuda_standin import FixedMemory, Machine
 from tiny import build, prompts, requests, run
 
 from tests.varlen_standin import varlen_attn
+from whet.errors import EngineError
 from whet.models import varlen
+from whet.models.config_sizes import kv_bytes_per_token
 from whet.rollout.base import Sampling
-from whet.rollout.engine import EmbeddedEngine
+from whet.rollout.engine import EmbeddedEngine, pool_runner
 from whet.rollout.engine.cuda_graph import StepGraphs
 from whet.rollout.engine.growing_memory import GrowingMemory
 from whet.rollout.engine.kv_pool import PoolCase, _difference
@@ -87,6 +91,15 @@ def test_joined_weights_are_the_models_own_which_is_trained_and_saved_as_before(
     assert len({p.untyped_storage().data_ptr() for p in model.model.layers[0].self_attn.parameters()}) < 7
 
 
+def test_several_processes_leave_the_parameters_where_fsdp_put_them(monkeypatch):
+    model = build(gain=3.0)
+    before = {n: p.data_ptr() for n, p in model.named_parameters()}
+    monkeypatch.setattr(pool_runner.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(pool_runner.dist, "get_world_size", lambda: 2)
+    pooled(model)
+    assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
+
+
 @pytest.mark.parametrize("bound", [180, 300])
 def test_a_bounded_pool_holds_no_more_and_ends(bound):
     model, held = build(gain=3.0), []
@@ -98,6 +111,36 @@ def test_a_bounded_pool_holds_no_more_and_ends(bound):
     assert max(held) <= bound
     engine.sleep()
     assert engine.kv_bytes == engine._runner.places.used == 0
+
+
+@pytest.mark.parametrize("bound", [None, 150])
+def test_turns_of_conversations_are_copied_from_a_pool_and_into_one_within_its_bound(bound):
+    model, runs = build(gain=3.0), []
+    for engine in (EmbeddedEngine(model, native=False), pooled(model, kv_cache_tokens=bound, make=GrowingMemory)):
+        contexts, out, most = dict(enumerate(prompts((20, 30, 9)))), {}, 0
+        for turn in range(3):
+            first = requests(list(contexts.values()), Sampling(max_tokens=12))
+            keys = [{"id": 9 * turn + i, "conversation": i, "rng_key": (0, turn, i, 0)} for i in contexts]
+            engine.submit([replace(r, **k) for r, k in zip(first, keys, strict=True)])
+            while done := engine.step():
+                most = max(most, engine.stats().kv_tokens)
+                for o in done:
+                    out[o.id] = o.tokens.tolist()
+                    contexts[o.id % 9] = np.concatenate([contexts[o.id % 9], o.tokens, [7, 8]]).astype(np.int32)
+        runs.append(out)
+    assert runs[0] == runs[1] and engine.stats().reused > 0 and (bound is None or most <= bound)
+
+
+def test_without_a_bound_the_pool_takes_what_is_free_and_refuses_what_never_fits(monkeypatch):
+    model = build(gain=3.0)
+    free = 200 * kv_bytes_per_token(model.config, 4) / pool_runner.KV_SHARE + 1
+    monkeypatch.setattr(pool_runner, "available_memory", lambda device: free)
+    engine = pooled(model, kv_cache_tokens=None, make=GrowingMemory)
+    assert engine._runner.places.capacity == 200
+    work = requests(prompts((3, 70, 40)), Sampling(max_tokens=45, stop_ids=STOPS), group=3)
+    same(run(engine, work), run(EmbeddedEngine(model, max_batch=11), work))
+    with pytest.raises(EngineError, match=r"70 prompt tokens .* = 201, the cache holds 200"):
+        engine.submit(requests(prompts((70,)), Sampling(max_tokens=131)))
 
 
 def test_ranges_of_places_do_not_overlap_and_come_back():

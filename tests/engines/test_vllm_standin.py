@@ -13,8 +13,8 @@ from tiny import requests
 from whet.config import RolloutConfig
 from whet.errors import EngineError
 from whet.rollout import check_engine
+from whet.rollout.auto_engine import choose_engine
 from whet.rollout.base import EngineStats, Sampling
-from whet.rollout.choose import choose_engine
 from whet.rollout.vllm import TESTED, VLLMEngine
 
 CUDA = torch.device("cuda")

@@ -31,7 +31,7 @@ from whet.cli import main
 from whet.errors import ConfigError
 from whet.models.load import load_model
 from whet.parallel.placement import Placement
-from whet.util.model_paths import model_folder
+from whet.storage.model_paths import model_folder
 
 REWARD = """
 import os

@@ -93,7 +93,7 @@ def test_an_episode_keeps_the_tokens_that_were_sampled_and_adds_those_of_the_tem
         expected = chat_ids(tokenizer, TALK[:3], add_generation_prompt=True)
         before = chat_ids(tokenizer, QUESTION, add_generation_prompt=True)
         after = expected[len(before) + len(usual) + 1 :]
-        assert transcript.forks == 0
+        assert transcript.session.forks == 0
         assert transcript.context.tolist() == [*before, *ids, end, *after]
         assert tokenizer.decode(transcript.context) == tokenizer.decode(expected)
 

@@ -75,6 +75,8 @@ def check_step(line):
         copies = 2 if line["case"] == "engine/logits" else 1  # tokens with logprobs, and the logits asked for
         for block in line["blocks"]:
             assert block["to_host"] == block["blocking"] == copies, line
+        if line["case"] == "engine/plain":  # two layers, and what is outside of them, in each of four steps
+            assert max(block["kernels"] for block in line["blocks"]) <= 4 * (2 * 20 + 65), line
         first, *others = [block["to_device"] for block in line["blocks"]]
         assert first <= 1 and not any(others), line  # the tables that a regrouped batch reads
     else:

@@ -10,7 +10,7 @@ from whet.config import RLTrainingConfig, load_run
 from whet.errors import ConfigError
 from whet.parallel.ranks import Ranks
 from whet.run.task import Task
-from whet.util.model_paths import model_folder
+from whet.storage.model_paths import model_folder
 
 
 @pytest.mark.parametrize("name", ["run_dir", "checkpoint_root_directory", "resume"])

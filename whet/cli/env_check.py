@@ -14,7 +14,6 @@ from whet.data.read_errors import iterate_rows
 from whet.data.tokenizer import load_tokenizer, stop_token_ids
 from whet.envs import Conversation, load_script
 from whet.envs.check import check_environment
-from whet.envs.failures import EpisodeFailures
 from whet.errors import ConfigError
 from whet.rewards.manager import RewardManager
 from whet.types import Group
@@ -53,7 +52,6 @@ def env_check(config: RunConfig, *, rows: int = 3, gold: str = "answer", say: Ca
         timeout_s=rollout.turn_timeout_s,
         tool_timeout_s=rollout.tool_timeout_s,
         episode_timeout_s=rollout.episode_timeout_s,
-        failures=EpisodeFailures(on_infrastructure="mask"),
     )
     has_own = script.environment is not None and script.environment.has_reward
     report = check_environment(talk, [p for p in prompts if p is not None], _reward(config, has_own), gold)

@@ -16,7 +16,7 @@ from whet.train.memory_plan import (
     measure_model,
     plan_memory,
     ways_to_fit,
-    with_lengths,
+    with_assumed_lengths,
     with_settings,
 )
 
@@ -73,7 +73,7 @@ def plan_text(
     dtype = "bfloat16" if sizes.dtype_bytes == 2 else "float32"
     lengths = f"  rows of {longest_row(config):,} tokens"
     if samples := isinstance(config, RunConfig):
-        rollout = with_lengths(config).rollout
+        rollout = with_assumed_lengths(config).rollout
         lengths = (
             f"  prompts of {rollout.max_prompt_length:,} tokens, completions of {rollout.max_tokens_to_generate:,}"
         )

@@ -36,7 +36,7 @@ from whet.envs import load_script
 from whet.envs.agent import load_agent
 from whet.errors import ConfigError, raise_all
 from whet.learners.from_config import objective_checks, other_field, policy_loss
-from whet.learners.grpo import check_drawn
+from whet.learners.grpo import check_temperature
 from whet.learners.preference_from_config import make_preference_objective, make_reward_loss
 from whet.models.lora import check_lora
 from whet.observe.loggers import check_loggers
@@ -45,12 +45,12 @@ from whet.rewards.columns import check_answers, check_columns
 from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.resolve import resolve_reward, resolve_rewards
 from whet.rollout import check_engine
-from whet.run.builtin_observers import check_push
+from whet.run.builtin_observers import check_push_to_hub
 from whet.storage.files import check_writable
 from whet.storage.folder_lock import check_unlocked
 from whet.storage.run_folder import check_no_run
-from whet.train.optim import check_schedule
-from whet.train.optimizers import check_optimizer
+from whet.train.lr_schedule import check_schedule
+from whet.train.make_optimizer import check_optimizer
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_workers import check_model_exists
 from whet.types import Prompt
@@ -97,7 +97,7 @@ def _policy_checks(config: RunConfig, unread: Collection[str]) -> Iterator[Check
     yield from (("algo", check) for check in objective_checks(config.algo))
     yield "", partial(check_engine, config.rollout_engine)
     if not isinstance(config, PPORunConfig):
-        yield "rollout", partial(check_drawn, config.rollout)
+        yield "rollout", partial(check_temperature, config.rollout)
     if config.teacher is not None:
         yield "algo teacher", partial(check_teacher_used, config)
     for mode in Mode:
@@ -136,7 +136,7 @@ def _shared_checks(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
         yield "", partial(check_model_exists, config.tokenizer)
     yield "", partial(check_loggers, trainer.chosen_loggers, trainer.metrics_logging_options)
     if trainer.hub_model_id is not None:
-        yield "trainer", partial(check_push, trainer)
+        yield "trainer", partial(check_push_to_hub, trainer)
     evaluates = data.eval_path is not None or data.eval_split is not None or bool(data.eval_fraction)
     yield "data trainer", partial(_check_watched, trainer, evaluates)
     if trainer.resume is not None:

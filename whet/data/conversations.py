@@ -20,12 +20,12 @@ from whet.data.templates import ChatTemplate, common_prefix
 from whet.errors import DataError, format_value
 from whet.types import Message, TrainSequence
 
-__all__ = ["Part", "Rendering", "make_rendered_sequence", "make_sequence", "render_as_one", "render_turns"]
+__all__ = ["Rendering", "TextPart", "make_rendered_sequence", "make_sequence", "render_as_one", "render_turns"]
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a sequence's text. Example: Part("4<end>", trained=True)."""
+class TextPart:
+    """A part of a sequence's text. Example: TextPart("4<end>", trained=True)."""
 
     text: str
     trained: bool
@@ -37,12 +37,12 @@ class Part:
 class Rendering:
     """A sequence before it is tokenised: the parts of its text, and the messages that they contain."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TextPart, ...]
     rendered: RenderedText
     changed: str = ""
     """Describes a turn that does not start with the template's generation header; "" = every turn does."""
 
-    def extend(self, *parts: Part, rendered: RenderedText, changed: str) -> Rendering:
+    def extend(self, *parts: TextPart, rendered: RenderedText, changed: str) -> Rendering:
         """Returns the sequence with more parts."""
         return replace(self, parts=(*self.parts, *parts), rendered=rendered, changed=self.changed or changed)
 
@@ -91,14 +91,14 @@ def render_turns(
             )
             before = common
         rendered = RenderedText(after, place + 1, options)
-        turn_part = Part(after[len(before) :], trained=True)
+        turn_part = TextPart(after[len(before) :], trained=True)
         if renderings and before.startswith(text):
             renderings[-1] = renderings[-1].extend(
-                Part(before[len(text) :], False, has_untrained), turn_part, rendered=rendered, changed=changed
+                TextPart(before[len(text) :], False, has_untrained), turn_part, rendered=rendered, changed=changed
             )
         else:
             has_untrained = has_untrained or bool(renderings)
-            renderings.append(Rendering((Part(before, False, has_untrained), turn_part), rendered, changed))
+            renderings.append(Rendering((TextPart(before, False, has_untrained), turn_part), rendered, changed))
         text, has_untrained = after, False
     return renderings
 
@@ -108,7 +108,7 @@ def render_as_one(
 ) -> list[Rendering]:
     """Returns a conversation as one sequence in which every token is trained. Args, Returns: see `render_turns`."""
     text = template.text(messages, row=row, **options)
-    return [Rendering((Part(text, trained=True),), RenderedText(text, len(messages), options))]
+    return [Rendering((TextPart(text, trained=True),), RenderedText(text, len(messages), options))]
 
 
 def make_rendered_sequence(
@@ -162,7 +162,7 @@ def _has_content(turn: Message) -> bool:
 
 def _intersect_marks(
     template: ChatTemplate,
-    parts: Sequence[Part],
+    parts: Sequence[TextPart],
     ids: Sequence[Sequence[int]],
     masks: Sequence[np.ndarray],
     marks: Sequence[bool],

@@ -13,9 +13,8 @@ import dataclasses
 import functools
 import logging
 from typing import Any
-from urllib.parse import parse_qsl
 
-from whet.config.yaml12 import parse
+from whet.data.source_options import source_options
 from whet.errors import ConfigError, DataError, format_exception, lookup_error
 from whet.util.install import install_hint
 
@@ -53,7 +52,8 @@ def task_rows(source: str, split: str | None) -> list[dict[str, Any]]:
             "a smaller size"
         )
     if len(unseen) < len(rows):
-        logger.info("%s: %d of %d test questions are not in the train split", source, len(unseen), len(rows))
+        message = "%s: the test split has %d questions; %d that train has too are left out"
+        logger.info(message, source, len(unseen), len(rows) - len(unseen))
     return unseen
 
 
@@ -88,18 +88,11 @@ def _rows(source: str, more: int = 0) -> list[dict[str, Any]]:
 def _parse(text: str) -> tuple[str, dict[str, Any]]:
     """Returns the name and the options of "name?option=value&..."; with a size and a seed."""
     from_library = _reasoning_gym().factory.DATASETS
-    name, _, query = text.partition("?")
+    name = text.partition("?")[0]
     if name not in from_library:
         raise lookup_error("reasoning_gym task", name, sorted(from_library))
     known = [field.name for field in dataclasses.fields(from_library[name][1])]
-    options: dict[str, Any] = {"size": SIZE, "seed": 0}
-    for key, value in parse_qsl(query, keep_blank_values=True):
-        if key not in known:
-            raise lookup_error(f"option of {PREFIX}{name}", key, known)
-        options[key] = parse(value, f"{PREFIX}{text}")
-    for key, least in (("size", 1), ("seed", 0)):
-        if not isinstance(options[key], int) or options[key] < least:
-            raise ConfigError(f"{PREFIX}{text}: {key}={options[key]} must be a whole number from {least} on")
+    options = {"size": SIZE, "seed": 0} | source_options(f"{PREFIX}{text}", known, {"size": 1, "seed": 0})
     return name, options
 
 

@@ -28,7 +28,7 @@ from whet.data.reasoning_gym import check_tasks, task_rows
 from whet.data.verifiers import PREFIX as VERIFIERS
 from whet.data.verifiers import check_taskset, taskset_rows
 from whet.errors import ConfigError, DataError, WhetError, format_exception, format_value, nearest
-from whet.util.model_paths import hub_unreachable_reason, split_revision
+from whet.storage.model_paths import hub_unreachable_reason, split_revision
 from whet.util.references import check_access, is_ref, resolve_ref
 
 __all__ = ["check_source", "have_same_rows", "load_rows"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from whet.errors import ConfigError, format_exception
-from whet.util.model_paths import check_hub, model_folder
+from whet.storage.model_paths import check_hub, model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,10 +14,9 @@ import functools
 import inspect
 import itertools
 from typing import Any
-from urllib.parse import parse_qsl
 
-from whet.config.yaml12 import parse
-from whet.errors import ConfigError, DataError, format_exception, lookup_error
+from whet.data.source_options import source_options
+from whet.errors import ConfigError, DataError, format_exception
 from whet.util.install import install_hint
 
 __all__ = ["PREFIX", "check_taskset", "load_tasks", "taskset_rows"]
@@ -120,7 +119,7 @@ def _messages(task: Any) -> list[dict[str, Any]]:
 
 def _parse(text: str) -> tuple[type[Any], dict[str, Any], list[str]]:
     """Of "name?option=value&...": the class of the taskset's configuration, the options, and that class's fields."""
-    name, _, query = text.partition("?")
+    name = text.partition("?")[0]
     try:
         from verifiers.v1.utils.loaders import taskset_config_type  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -134,14 +133,7 @@ def _parse(text: str) -> tuple[type[Any], dict[str, Any], list[str]]:
             f"verifiers has no taskset {name!r} ({format_exception(error)}); install the package that has it"
         ) from error
     fields = sorted({*config_class.model_fields} - {"id"})
-    options: dict[str, Any] = {}
-    for key, value in parse_qsl(query, keep_blank_values=True):
-        if key != "size" and key.partition(".")[0] not in fields:
-            raise lookup_error(f"option of {PREFIX}{name}", key, ["size", *fields])
-        options[key] = parse(value, f"{PREFIX}{text}")
-    size = options.get("size", 1)
-    if not isinstance(size, int) or size < 1:
-        raise ConfigError(f"{PREFIX}{text}: size={size} must be a whole number from 1 on")
+    options = source_options(f"{PREFIX}{text}", ["size", *fields], {"size": 1}, dotted=True)
     return config_class, options, fields
 
 

@@ -1,13 +1,13 @@
 """Environments: what answers a turn of the model.
 
 multi_turn.py       the loop of an episode with several turns, one generator for all environments
-conversation.py     a user's function interact(messages) or class answers; script.py loads it, transcript.py has the ids
+sessions.py         the conversations of an episode as token sequences; transcript.py is an episode's one conversation
+conversation.py     a user's function interact(messages) or class answers; script.py loads it
 environment.py      the user's class: its methods are tools, and each episode has an instance
 adapters/           environments of other packages, as classes
 tool_episodes.py    tools answer the calls of a turn; tool_calls.py parses the calls, tools.py runs the functions
 
-An environment has a generator method `run_episode(episode, sampling)`, which whet.rollout.driver runs. Left out on
-purpose: rewards of single turns.
+An environment has a generator method `run_episode(episode, sampling)`, which whet.rollout.driver runs.
 """
 
 from whet.envs.conversation import Conversation

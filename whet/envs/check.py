@@ -9,6 +9,7 @@ Left out on purpose: the model. What it can solve is seen with `whet eval`.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import re
@@ -20,17 +21,20 @@ from typing import Any
 import numpy as np
 
 from whet.envs.conversation import Conversation
-from whet.errors import DataError, RewardError
+from whet.envs.failures import EpisodeFailures
+from whet.envs.multi_turn import stand_in
+from whet.errors import DataError
+from whet.observe.trace import Trace
 from whet.rollout.base import Output, Sampling
-from whet.rollout.driver import Episode
-from whet.rollout.external_calls import ExternalCall, ExternalCalls
-from whet.types import Completion, Group, Prompt
+from whet.rollout.driver import Episode, RolloutDriver
+from whet.rollout.queue_engine import QueueEngine
+from whet.types import Group, Prompt
 
 __all__ = ["Findings", "check_environment", "find_name_clashes"]
 
 GARBAGE = "".join(map(chr, range(33, 127))) + " \n"
-Agent = Callable[[Prompt, int], tuple[str, bool]]
-"""(prompt, number of the turn) -> the text of the turn, and whether its end mark follows."""
+Agent = Callable[[int], tuple[str, bool]]
+"""(number of the turn) -> the text of the turn, and whether its end mark follows."""
 
 
 @dataclass
@@ -47,20 +51,27 @@ class _Played:
     """An episode of an agent."""
 
     agent: str
-    prompt: Prompt
-    completions: list[Completion]
-    rewards: dict[str, float]
-    seconds: dict[str, float]
+    group: Group
+    """Of one episode."""
     drifted: int
     """Turns whose context is not what the template writes for the messages before them."""
-    error: str | None
     total: float = float("nan")
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """How the episode went."""
+        return self.group.completions[-1].info
+
+    @property
+    def error(self) -> str | None:
+        """The failure of the episode."""
+        return self.info.get("error")
 
     @property
     def told(self) -> list[str]:
         """What the environment said."""
-        messages = self.completions[-1].messages if self.completions else ()
-        return [str(m["content"]) for m in messages or () if m["role"] != "assistant"]
+        messages = self.group.completions[-1].messages or ()
+        return [str(m["content"]) for m in messages if m["role"] != "assistant"]
 
 
 def find_name_clashes(tools: Sequence[Any]) -> list[str]:
@@ -86,34 +97,27 @@ def check_environment(
     """Plays each prompt twice with each agent.
 
     Args:
-        talk: the environment, as a run has it.
+        talk: the environment, as a run has it, but for its failures: they are findings.
         prompts: of a few rows.
         reward: (a group of one episode, its messages) -> the total reward.
         gold: the column with the answer that a right agent gives.
     """
     names = find_name_clashes(talk.script.tools)
-    calls = ExternalCalls()
-    try:
-        played = [
-            [_run_episode(talk, calls, prompt, name, agent) for _ in range(2)]
-            for prompt in prompts
-            for name, agent in _agents(talk, gold, prompt)
-        ]
-    finally:
-        calls.close()
+    talk, times = copy.copy(talk), _CallTimes()
+    talk.failures = EpisodeFailures("none", on_infrastructure="mask")
+    played = [
+        [_run_episode(talk, times, prompt, name, agent) for _ in range(2)]
+        for prompt in prompts
+        for name, agent in _agents(talk, gold, prompt)
+    ]
     for one in itertools.chain.from_iterable(played):
         if one.error is None:
-            group = Group(prompt=one.prompt, completions=tuple(one.completions), rewards=_columns(one))
-            one.total = reward(group, [list(c.messages or ()) for c in one.completions])
+            one.total = reward(one.group, [list(c.messages or ()) for c in one.group.completions])
     first = [pair[0] for pair in played]
     return Findings(
-        [*_describe(first), *_times(first)],
+        [*_describe(first), *(f"{name}: at most {seconds:.3g} s" for name, seconds in times.longest.items())],
         [*names, *_failures(first), *_transcripts(first), *_rewards(first), *_leaks(first, gold), *_differing(played)],
     )
-
-
-def _columns(played: _Played) -> dict[str, np.ndarray]:
-    return {name: np.array([value]) for name, value in played.rewards.items()}
 
 
 # ---- agents ----------------------------------------------------------------------------------------------------------
@@ -121,12 +125,12 @@ def _columns(played: _Played) -> dict[str, np.ndarray]:
 
 def _agents(talk: Conversation, gold: str, prompt: Prompt) -> Iterator[tuple[str, Agent]]:
     if gold in prompt.columns:
-        yield "gold", lambda p, turn: (str(p.columns[gold]), True)
-    yield "empty", lambda p, turn: ("", True)
-    yield "garbage", lambda p, turn: ("".join(random.Random(f"{p.row} {turn}").choices(GARBAGE, k=40)), True)
-    yield "silent", lambda p, turn: ("  \n", False)
+        yield "gold", lambda turn: (str(prompt.columns[gold]), True)
+    yield "empty", lambda turn: ("", True)
+    yield "garbage", lambda turn: ("".join(random.Random(f"{prompt.row} {turn}").choices(GARBAGE, k=40)), True)
+    yield "silent", lambda turn: ("  \n", False)
     if talk.script.environment is not None and talk.script.environment.tool_names and (text := _call_text(talk)):
-        yield "caller", lambda p, turn: (text, True)
+        yield "caller", lambda turn: (text, True)
 
 
 def _call_text(talk: Conversation) -> str:
@@ -143,39 +147,51 @@ def _call_text(talk: Conversation) -> str:
     return re.split("|".join(re.escape(str(talk.encode.tokenizer.decode([i]))) for i in talk.end_ids), turn)[0]
 
 
-def _run_episode(talk: Conversation, calls: ExternalCalls, prompt: Prompt, name: str, agent: Agent) -> _Played:
+class _ScriptedEngine(QueueEngine):
+    """An engine that says what the agent of its one episode says."""
+
+    def __init__(self, talk: Conversation, agent: Agent) -> None:
+        super().__init__("scripted")
+        self.talk, self.agent, self.turns, self.drifted = talk, agent, itertools.count(), 0
+
+    def step(self, timeout_s: float | None = None) -> list[Output]:
+        """Returns the next turn; [] = nothing in flight."""
+        if not self.queue:
+            return []
+        request, tokenizer, end_ids = self.queue.popleft(), self.talk.encode.tokenizer, self.talk.end_ids
+        text, ends = self.agent(turn := next(self.turns))
+        ids = [*tokenizer(text, add_special_tokens=False).input_ids, *(list(end_ids[:1]) if ends else [])]
+        ids = (ids or list(request.tokens[-1:]))[: request.sampling.max_tokens]
+        self.drifted += bool(turn) and not np.array_equal(request.tokens, _whole(tokenizer, request.tokens))
+        columns = {"logprobs": np.zeros(len(ids), np.float32), "versions": np.zeros(len(ids), np.int32)}
+        reason = "stop" if ends and len(ids) and ids[-1] in end_ids else "length"
+        return [Output(id=request.id, tokens=np.array(ids, np.int32), **columns, finish_reason=reason)]
+
+
+class _CallTimes(Trace):
+    """The longest call of each name."""
+
+    def __init__(self) -> None:
+        super().__init__(keep=0)
+        self.longest: dict[str, float] = {}
+
+    def add(self, name: str, seconds: float, **tags: Any) -> None:
+        self.longest[tags["call"]] = max(self.longest.get(tags["call"], 0.0), seconds)
+
+
+def _run_episode(talk: Conversation, times: _CallTimes, prompt: Prompt, name: str, agent: Agent) -> _Played:
     """Plays an episode without a model."""
-    tokenizer, end_ids, turns = talk.encode.tokenizer, talk.end_ids, itertools.count()
-    sampling = Sampling(max_tokens=talk.max_tokens)
+    engine, sampling = _ScriptedEngine(talk, agent), Sampling(max_tokens=talk.max_tokens)
+    driver = RolloutDriver(engine, trace=times)
     episode = Episode(prompt, (0, 0, 0, 0), lambda e: talk.run_episode(e, sampling))
-    running, made, drifted = episode.run(episode), _Played(name, prompt, [], {}, {}, 0, None), 0
-    resume: Callable[[Any], Any] = running.send
-    value: Any = None
     try:
-        while True:
-            asked = resume(value)
-            resume = running.send
-            if isinstance(asked, ExternalCall):
-                calls.start(0, asked)
-                (result,) = calls.collect()
-                episode.seconds[asked.name] = max(episode.seconds.get(asked.name, 0.0), result.seconds)
-                resume, value = (running.send, result.value) if result.error is None else (running.throw, result.error)
-                continue
-            text, ends = agent(prompt, turn := next(turns))
-            ids = [*tokenizer(text, add_special_tokens=False).input_ids, *(list(end_ids[:1]) if ends else [])]
-            ids = (ids or list(asked.tokens[-1:]))[: asked.sampling.max_tokens]
-            if turn and not np.array_equal(asked.tokens, _whole(tokenizer, asked.tokens)):
-                drifted += 1
-            columns = {"logprobs": np.zeros(len(ids), np.float32), "versions": np.zeros(len(ids), np.int32)}
-            reason = "stop" if ends and len(ids) and ids[-1] in end_ids else "length"
-            value = Output(id=0, tokens=np.array(ids, np.int32), **columns, finish_reason=reason)
-    except StopIteration as end:
-        made.completions = list(end.value)
-        made.error = made.completions[0].info.get("error")
-    except (RewardError, DataError) as error:
-        made.error = str(error).partition("; in the episode of")[0]
-    made.rewards, made.seconds, made.drifted = dict(episode.rewards), dict(episode.seconds), drifted
-    return made
+        (group,) = driver.run([episode])
+    except DataError as error:
+        failed = stand_in(episode, {"turns": 0, "error": str(error)}, "error")
+        group = Group(prompt=prompt, completions=(failed,))
+    finally:
+        driver.close()
+    return _Played(name, group, engine.drifted)
 
 
 def _whole(tokenizer: Any, ids: np.ndarray) -> np.ndarray:
@@ -191,17 +207,9 @@ def _describe(played: Sequence[_Played]) -> Iterator[str]:
     """Yields a line for each agent: its turns, and its rewards in the rows."""
     for agent in dict.fromkeys(p.agent for p in played):
         of = [p for p in played if p.agent == agent]
-        turns = [p.completions[0].info["turns"] for p in of if p.completions]
+        turns = [p.info["turns"] for p in of]
         shown = ", ".join("failed" if p.error else f"{p.total:.4g}" for p in of)
-        yield f"{agent}: {min(turns, default=0)} to {max(turns, default=0)} turns; rewards {shown}"
-
-
-def _times(played: Sequence[_Played]) -> Iterator[str]:
-    longest: dict[str, float] = {}
-    for p in played:
-        for name, seconds in p.seconds.items():
-            longest[name] = max(longest.get(name, 0.0), seconds)
-    yield from (f"{name}: at most {seconds:.3g} s" for name, seconds in longest.items())
+        yield f"{agent}: {min(turns)} to {max(turns)} turns; rewards {shown}"
 
 
 def _failures(played: Sequence[_Played]) -> Iterator[str]:
@@ -211,7 +219,7 @@ def _failures(played: Sequence[_Played]) -> Iterator[str]:
 
 
 def _transcripts(played: Sequence[_Played]) -> Iterator[str]:
-    forks = [p.agent for p in played if p.completions and p.completions[0].info.get("forks")]
+    forks = [p.agent for p in played if p.info.get("forks")]
     if forks:
         agents = ", ".join(dict.fromkeys(forks))
         yield (
@@ -232,7 +240,7 @@ def _rewards(played: Sequence[_Played]) -> Iterator[str]:
     if known and all(np.isnan(p.total) for p in known):
         yield "no agent has a reward: all are None; look at the columns that the reward reads"
         return
-    rows = [[p for p in known if p.prompt is prompt] for prompt in {id(p.prompt): p.prompt for p in known}.values()]
+    rows = [list(of) for _, of in itertools.groupby(known, key=lambda p: p.group.prompt.row)]
     if rows and all(len({p.total for p in row if not np.isnan(p.total)}) <= 1 for row in rows):
         yield "all agents have the same reward in each row: nothing would be learned from it"
         return
@@ -242,16 +250,16 @@ def _rewards(played: Sequence[_Played]) -> Iterator[str]:
             continue
         better = [name for name, total in totals.items() if total > best]
         if better:
-            yield f"row {row[0].prompt.row}: {', '.join(better)} scores higher than the right answer ({best:.4g})"
+            yield f"row {row[0].group.prompt.row}: {', '.join(better)} scores higher than the right answer ({best:.4g})"
         elif best == totals.get("empty"):
-            yield f"row {row[0].prompt.row}: the right answer scores {best:.4g}, as an empty one does"
+            yield f"row {row[0].group.prompt.row}: the right answer scores {best:.4g}, as an empty one does"
 
 
 def _leaks(played: Sequence[_Played], gold: str) -> Iterator[str]:
     for p in played:
-        answer = str(p.prompt.columns.get(gold, ""))
+        row, answer = p.group.prompt.row, str(p.group.prompt.columns.get(gold, ""))
         if p.agent == "empty" and answer and any(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", t) for t in p.told):
-            yield f"row {p.prompt.row}: the environment tells an agent that says nothing the answer {answer!r:.60}"
+            yield f"row {row}: the environment tells an agent that says nothing the answer {answer!r:.60}"
 
 
 def _differing(played: Sequence[Sequence[_Played]]) -> Iterator[str]:
@@ -259,7 +267,7 @@ def _differing(played: Sequence[Sequence[_Played]]) -> Iterator[str]:
         same = a.told == b.told and (a.total == b.total or (np.isnan(a.total) and np.isnan(b.total)))
         if not same or a.error != b.error:
             yield (
-                f"row {a.prompt.row}, agent {a.agent}: a second episode with the same turns went another way; a "
+                f"row {a.group.prompt.row}, agent {a.agent}: a second episode with the same turns went another way; a "
                 "resumed run does not repeat it: draw from a seed in the row, or set rollout.answers_dir"
             )
             return

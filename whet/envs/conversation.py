@@ -1,6 +1,6 @@
 """Conversation: episodes in which a user's function interact(messages), or an environment's class, answers the turns.
 
-The loop is `run_turns` (multi_turn.py); the token ids are in a ChatTranscript (transcript.py).
+The loop is `run_turns` (multi_turn.py); messages and token ids are in a ChatTranscript (transcript.py).
 """
 
 from __future__ import annotations
@@ -13,24 +13,21 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from whet.config.rollout import RolloutConfig
 from whet.data.prompts import PromptEncoder
 from whet.envs.environment import ENVIRONMENT_REWARD, Call, EnvironmentInstance, with_observation
 from whet.envs.failures import EpisodeFailures
-from whet.envs.multi_turn import run_turns, stand_in
+from whet.envs.multi_turn import room_after, run_turns
 from whet.envs.recorded import RecordedAnswers, Tape
 from whet.envs.script import Script, load_script
 from whet.envs.tool_calls import ToolTemplate, split_reasoning
-from whet.envs.tool_episodes import PROMPT
 from whet.envs.transcript import ChatTranscript
 from whet.errors import DataError, InfrastructureError, RewardError, format_value
 from whet.rewards.checked_values import error_from_exception
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Episode, Turns
 from whet.rollout.external_calls import CallTimeoutError, ExternalCall
-from whet.types import Completion, FinishReason, Message, Prompt
+from whet.types import Completion, Message, Prompt
 
 __all__ = ["Conversation"]
 
@@ -142,9 +139,8 @@ class Conversation:
                 sampling,
                 transcript,
                 lambda: self._respond(instance, transcript, ask),
+                room=room_after(transcript.context, max_tokens=self.max_tokens - added, max_length=self.max_length),
                 max_turns=self.max_turns,
-                max_tokens=self.max_tokens - added,
-                max_length=self.max_length,
                 answers_last=instance is not None,
             )
             if status == "error":
@@ -162,7 +158,9 @@ class Conversation:
         finally:
             if instance is not None:
                 instance.close()
-        return self._completions(episode, transcript, instance, reason, info)
+        if instance is not None and instance.of.tool_names:
+            info = {**info, "tool_calls": instance.counts.calls, "tool_errors": instance.counts.failures}
+        return transcript.completions(episode, info, reason)
 
     def _check_room(self, prompt: Prompt, added: int) -> None:
         """Raises DataError: the prompt leaves no room for a turn. Args: added: the tokens of it that are reset's."""
@@ -173,33 +171,6 @@ class Conversation:
                 f"then and leaves no room for a turn: after the row's prompt there are {self.max_tokens} "
                 f"(rollout.max_episode_tokens), and a sequence has at most {longest}; raise that, or say less"
             )
-
-    def _completions(
-        self,
-        episode: Episode,
-        transcript: ChatTranscript,
-        instance: EnvironmentInstance | None,
-        reason: FinishReason,
-        info: Mapping[str, Any],
-    ) -> list[Completion]:
-        """Returns the sequences to train on. Args: reason, info: how the episode ended."""
-        facts: dict[str, Any] = {**info, "turns": transcript.turns}
-        if episode.attempts > 1:
-            facts["attempts"] = episode.attempts
-        if transcript.forks:
-            facts["forks"] = transcript.forks
-        if instance is not None and instance.of.tool_names:
-            facts |= {"tool_calls": instance.counts.calls, "tool_errors": instance.counts.failures}
-        if not transcript.turns:
-            return [stand_in(episode, facts, reason)]
-        completions = transcript.completions(episode.generation, reason, facts)
-        prompt = transcript.prompt
-        if np.array_equal(prompt.tokens, episode.prompt.tokens):
-            return completions
-        return [
-            replace(c, prefix=prompt.tokens if c.prefix is None else c.prefix, info={**c.info, PROMPT: prompt.source})
-            for c in completions
-        ]
 
     def _transcript(self, prompt: Prompt) -> ChatTranscript:
         template, kind = self._template, self.script.environment
@@ -221,7 +192,7 @@ class Conversation:
             if instance.of.has_turn_reward:
                 reward = yield from ask("get_turn_reward", instance.get_reward("get_turn_reward"))
                 if not math.isnan(reward):
-                    transcript.turn_rewards[transcript.turns - 1] = reward
+                    transcript.turn_rewards[transcript.session.turns - 1] = reward
         else:
             interact, name = self.script.interact, f"interact of {self.script.name}"
             copied = copy.deepcopy(list(transcript.messages))

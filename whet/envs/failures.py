@@ -160,8 +160,8 @@ class EpisodeFailures:
 
     def check_share(self, groups: Sequence[Group]) -> None:
         """Raises RewardError: more than max_share of a step's episodes failed by the infrastructure."""
-        last = {(id(g), c.generation): c for g in groups for c in g.completions}
-        failed = sum(c.info.get("failure") == "infrastructure" for c in last.values())
+        last = [g.completions[place] for g in groups for place in g.last]
+        failed = sum(c.info.get("failure") == "infrastructure" for c in last)
         if failed > self.max_share * len(last):
             raise RewardError(
                 f"{failed} of {len(last)} episodes of the step failed by their infrastructure, more than "

@@ -22,7 +22,10 @@ from whet.rollout.driver import Episode
 from whet.rollout.external_calls import ExternalCall
 from whet.types import Completion, FinishReason, Message
 
-__all__ = ["Transcript", "run_turns", "stand_in"]
+__all__ = ["PROMPT", "Transcript", "room_after", "run_turns", "stand_in"]
+
+PROMPT = "prompt"
+"""Key of Completion.info: the prompt of a completion that has its own, other than its group's."""
 
 
 class Transcript(Protocol):
@@ -52,9 +55,8 @@ def run_turns(
     transcript: Transcript,
     respond: Callable[[], Generator[ExternalCall, Any, Sequence[Message]]],
     *,
+    room: Callable[[np.ndarray], int],
     max_turns: int | None,
-    max_tokens: int,
-    max_length: int | None,
     answers_last: bool = False,
 ) -> Generator[Request | ExternalCall, Any, tuple[FinishReason, Status]]:
     """Runs an episode to its end.
@@ -65,25 +67,22 @@ def run_turns(
         transcript: holds the prompt, and receives turns and answers.
         respond: called after a turn; a generator that yields the calls to wait for, and returns the messages that
             answer the turn, [] = the episode ends. It is not called after a turn with finish_reason "abort" or "error".
+        room: (context) -> the tokens that are left for a turn: `room_after`.
         max_turns: the most turns of the model; None = no limit.
-        max_tokens: the most tokens after the prompt, answers included.
-        max_length: the most tokens of the episode, a limit of the model; None = no limit.
         answers_last: call `respond` after the last of max_turns turns too, and drop what it returns.
     Returns: why the episode ended: the finish_reason of the last turn, or "length" if an answer left no room for
         another turn; that answer is removed. And its status.
 
     Example: `reason, status = yield from run_turns(...)`, in an Episode's generator.
     """
-    longest = len(transcript.context) + max_tokens
-    longest = longest if max_length is None else min(longest, max_length)
     conversation = hash(episode.rng_key)  # its KV is its own, whatever ran before
     for turn in itertools.count(1):
         context = transcript.context
-        room = longest - len(context)
-        if room < 1 and turn > 1:
+        left = room(context)
+        if left < 1 and turn > 1:
             transcript.remove_answer()
             return "length", "out of context"
-        limited = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        limited = replace(sampling, max_tokens=min(sampling.max_tokens, left))
         output = yield episode.request(context, limited, conversation=conversation)
         transcript.add_turn(output)
         is_last = turn == max_turns
@@ -96,6 +95,19 @@ def run_turns(
             return output.finish_reason, "out of turns" if answer else "finished"
         transcript.add_answer(answer)
     raise AssertionError("the loop returns")
+
+
+def room_after(prompt: np.ndarray, *, max_tokens: int, max_length: int | None) -> Callable[[np.ndarray], int]:
+    """Returns the room of an episode's turns.
+
+    Args: prompt: int32 [P]. max_tokens: the most after the prompt, answers included. max_length: the most of the
+        episode, a limit of the model; None = no limit.
+
+    >>> room_after(np.arange(3), max_tokens=10, max_length=12)(np.arange(5))
+    7
+    """
+    longest = len(prompt) + max_tokens if max_length is None else min(len(prompt) + max_tokens, max_length)
+    return lambda context: longest - len(context)
 
 
 def stand_in(episode: Episode, info: Mapping[str, Any], reason: FinishReason) -> Completion:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.envs.multi_turn import run_turns
+from whet.envs.multi_turn import PROMPT, room_after, run_turns
 from whet.envs.recorded import Tape
 from whet.envs.tool_calls import ToolTemplate
 from whet.envs.tools import ToolCounts, Tools
@@ -21,10 +21,7 @@ from whet.rollout.driver import Episode, Turns, completion
 from whet.rollout.external_calls import ExternalCall
 from whet.types import Completion, Message, Prompt
 
-__all__ = ["PROMPT", "ToolEpisodes", "ToolTranscript"]
-
-PROMPT = "prompt"
-"""Key of Completion.info: the prompt of a completion that has its own, other than its group's."""
+__all__ = ["ToolEpisodes", "ToolTranscript"]
 
 
 class ToolTranscript:
@@ -116,9 +113,8 @@ class ToolEpisodes:
             sampling,
             transcript,
             respond,
+            room=room_after(prompt.tokens, max_tokens=self.max_tokens, max_length=self.max_length),
             max_turns=None if self.max_rounds is None else self.max_rounds + 1,
-            max_tokens=self.max_tokens,
-            max_length=self.max_length,
         )
         if tape is not None:
             tape.ask_now("end", transcript.context, lambda: None)  # what the model said last is compared too

@@ -62,8 +62,8 @@ def prompt_results(rewarded: RewardBatch, *, source_column: str | None, read: An
     results = []
     for i, (group, texts) in enumerate(zip(rewarded.groups, rewarded.texts, strict=True)):
         part = rewarded.group_of == i
-        ends = {c.generation: place for place, c in enumerate(group.completions)}  # the last fork of each
-        last, places = list(ends.values()), [list(ends).index(c.generation) for c in group.completions]
+        last = [group.completions[place] for place in group.last]
+        lengths = [sum(len(c.tokens) for c in group.completions if c.generation == end.generation) for end in last]
         source = group.prompt.columns.get(source_column) if source_column is not None else None
         results.append(
             PromptResult(
@@ -71,9 +71,9 @@ def prompt_results(rewarded: RewardBatch, *, source_column: str | None, read: An
                 source=None if source_column is None else NO_SOURCE if source is None else str(source),
                 totals=rewarded.total[part],
                 table={name: values[part] for name, values in rewarded.table.items()},
-                lengths=np.bincount(places, [len(c.tokens) for c in group.completions]).astype(int),
-                truncated=np.array([group.completions[i].finish_reason == "length" for i in last]),
-                answers=[_read_answer(read, text_of(texts[i]), group.prompt.row) for i in last],
+                lengths=np.array(lengths, int),
+                truncated=np.array([c.finish_reason == "length" for c in last]),
+                answers=[_read_answer(read, text_of(texts[place]), group.prompt.row) for place in group.last],
             )
         )
     return results

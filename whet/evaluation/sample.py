@@ -1,9 +1,8 @@
-"""Text of a completion with its reward, and the best and the worst completion of an evaluation."""
+"""The best and the worst completion, of a step (trainer.show_samples) and of an evaluation, as lines."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from whet.util.text_lines import escape_control_characters, shorten_middle
 if TYPE_CHECKING:
     from whet.rewards.reward_batch import RewardBatch
 
-__all__ = ["BestAndWorst", "format_completion", "format_text"]
+__all__ = ["BestAndWorst", "describe_sample", "format_completion", "format_text"]
 
 MAX_CHARACTERS = 600
 """The most characters of a text; its middle is left out."""
@@ -50,12 +49,19 @@ class _Example:
     completion: Completion
     text: Any
 
+    def prompt_line(self) -> str:
+        return f"row {self.prompt.row}: {format_text(self.prompt.source)}"
+
+    def completion_line(self, name: str) -> str:
+        return format_completion(name, self.reward, self.completion, self.text)
+
 
 class BestAndWorst:
     """Keeps the best and the worst of the added completions; the first one of equal rewards."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.first: _Example | None = None
         self.best: _Example | None = None
         self.worst: _Example | None = None
 
@@ -63,27 +69,46 @@ class BestAndWorst:
         """Adds the completions of a batch."""
         totals = iter(rewarded.total.tolist())
         for group, texts in zip(rewarded.groups, rewarded.texts, strict=True):
-            by_generation = {c.generation: (c, text) for c, text in zip(group.completions, texts, strict=True)}
-            for completion, text in by_generation.values():  # the last fork of a conversation has all of it
-                reward = next(totals)
+            for place in group.last:
+                example = _Example(next(totals), group.prompt, group.completions[place], texts[place])
                 self.count += 1
-                if math.isnan(reward):
+                self.first = self.first or example
+                if math.isnan(example.reward):
                     continue
-                if self.best is None or reward > self.best.reward:
-                    self.best = _Example(reward, group.prompt, completion, text)
-                if self.worst is None or reward < self.worst.reward:
-                    self.worst = _Example(reward, group.prompt, completion, text)
+                if self.best is None or example.reward > self.best.reward:
+                    self.best = example
+                if self.worst is None or example.reward < self.worst.reward:
+                    self.worst = example
 
-    def lines(self) -> Sequence[str]:
+    def lines(self) -> list[str]:
         """Returns lines of both with their prompts: of one if all rewards are equal; [] without rewards."""
-        if self.best is None or self.worst is None:
+        shown = self._shown() if self.best is not None else []
+        return [line for name, example in shown for line in (example.prompt_line(), example.completion_line(name))]
+
+    def _shown(self) -> list[tuple[str, _Example]]:
+        """Returns both with their names; one if all rewards are equal or missing."""
+        best, worst = self.best or self.first, self.worst or self.first
+        if best is None or worst is None:
             return []
-        if self.best.reward == self.worst.reward:
-            name = "the one completion" if self.count == 1 else f"one of {self.count}, no reward better than another"
-            return _with_prompt(name, self.best)
-        return [*_with_prompt("best", self.best), *_with_prompt("worst", self.worst)]
+        if best.reward != worst.reward and not math.isnan(best.reward):
+            return [("best", best), ("worst", worst)]
+        return [
+            ("the one completion" if self.count == 1 else f"one of {self.count}, no reward better than another", best)
+        ]
 
 
-def _with_prompt(name: str, example: _Example) -> list[str]:
-    line = format_completion(name, example.reward, example.completion, example.text)
-    return [f"row {example.prompt.row}: {format_text(example.prompt.source)}", line]
+def describe_sample(step: int, rewards: RewardBatch) -> str:
+    """Returns one prompt of a step with its best and its worst completion, as lines for the log.
+
+    The search for a prompt whose completions have different rewards starts at the place `step`, so that each step shows
+    another prompt.
+    Args: step: its number. rewards: of the step.
+    """
+    count = len(rewards.groups)
+    order = [(step + i) % count for i in range(count)]
+    chosen = next((i for i in order if rewards.have_spread[i]), order[0])
+    group = BestAndWorst()
+    group.add(rewards.select([chosen]))
+    shown = group._shown()
+    lines = [f"sample of step {step}, {shown[0][1].prompt_line()}"]
+    return "\n".join(lines + [example.completion_line(name) for name, example in shown])

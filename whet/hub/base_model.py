@@ -11,7 +11,7 @@ from typing import Any
 
 from whet.config import read_yaml
 from whet.errors import ConfigError
-from whet.util.model_paths import split_revision
+from whet.storage.model_paths import split_revision
 from whet.util.references import is_ref
 
 __all__ = [

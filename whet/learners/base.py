@@ -46,7 +46,7 @@ from whet.learners.step import Step
 from whet.learners.step_metrics import completion_metrics, engine_metrics, total_metrics
 from whet.metrics import Max, Min, flat, merge
 from whet.rewards.manager import RewardManager, resolve_reward_manager
-from whet.rewards.metric_fns import call_metric_fns, reduce_metrics
+from whet.rewards.metric_fns import aggregate_metrics, call_metric_fns
 from whet.rewards.resolve import as_list, with_reward_model
 from whet.rewards.reward_batch import RewardBatch
 from whet.rollout.generate_options import check_trainable
@@ -417,7 +417,7 @@ class RLLearner:
 
     def extra_metrics(self, step: Step) -> dict[str, float]:
         """Returns the metrics of a training step that no stage logs: those of the metric functions."""
-        return reduce_metrics(self.call_metric_fns(step)) if step.mode is Mode.TRAIN else {}
+        return aggregate_metrics(self.call_metric_fns(step)) if step.mode is Mode.TRAIN else {}
 
     def call_metric_fns(self, step: Step) -> dict[str, tuple[Any, Callable[..., Any] | None]]:
         """Calls the metric functions on a step: name -> (value, aggregation)."""

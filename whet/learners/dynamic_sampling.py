@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from whet.config.algo import SelectionFields
+from whet.config.algo import PolicyConfig
 from whet.errors import ConfigError
 from whet.learners.step import Step
 from whet.metrics import Mean, Metric, Sum
@@ -30,7 +30,7 @@ __all__ = ["check_dynamic_sampling", "filter_groups", "refill_groups"]
 log = logging.getLogger("whet")
 
 
-def check_dynamic_sampling(learner: RLLearner, config: SelectionFields, max_steps: int | None) -> None:
+def check_dynamic_sampling(learner: RLLearner, config: PolicyConfig, max_steps: int | None) -> None:
     """Raises ConfigError where groups are replaced and max_steps is not set, or the rollout does not take `first`.
 
     Args: learner: its `rollout` is checked. config: of the learner. max_steps: of the run.
@@ -77,7 +77,7 @@ def complete_groups(groups: Sequence[Group]) -> np.ndarray:
 
 
 def refill_groups(
-    learner: RLLearner, config: SelectionFields, step: Step, next_batch: Callable[[], list[Prompt] | None]
+    learner: RLLearner, config: PolicyConfig, step: Step, next_batch: Callable[[], list[Prompt] | None]
 ) -> Step:
     """Replaces groups without signal, or with episodes that failed, by groups of further prompts.
 

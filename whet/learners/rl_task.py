@@ -16,9 +16,9 @@ from whet.data.prompt_stream import PromptStream, batch_to_rows
 from whet.data.prompts import PromptEncoder
 from whet.data.text_parts import decode_ids
 from whet.envs.agent import load_agent
+from whet.evaluation.sample import describe_sample
 from whet.learners.diagnostics import Diagnostics
 from whet.learners.learner_task import LearnerTask, check_vocabulary
-from whet.learners.show_samples import describe_sample
 from whet.learners.step import Step
 from whet.learners.step_metrics import completion_columns, evaluation_metrics
 from whet.metrics import flat

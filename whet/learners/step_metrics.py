@@ -74,8 +74,8 @@ def completion_metrics(rewards: RewardBatch) -> dict[str, Metric]:
     scored = [
         bool(total > 0)
         for group, totals in zip(rewards.groups, rewards.totals_by_group, strict=True)
-        for c, total in zip({c.generation: c for c in group.completions}.values(), totals, strict=True)
-        if c.finish_reason not in ("stop", "error")
+        for place, total in zip(group.last, totals, strict=True)
+        if group.completions[place].finish_reason not in ("stop", "error")
     ]
     metrics = {**rewards.metrics, **rollout_metrics(rewards.groups)}
     return {**metrics, "completions/clipped_scored_ratio": Mean(float(sum(scored)), len(scored))} if scored else metrics
@@ -156,12 +156,12 @@ def _turn_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
     first.
     tools/call_frequency: calls of tools per episode. tools/failure_frequency: failures per call.
     """
-    last = {(id(g), c.generation): c for g in groups for c in g.completions if c.messages}
+    last = [c for g in groups for place in g.last if (c := g.completions[place]).messages]
     if not last:
         return {}
-    turns = [sum(m["role"] == "assistant" for m in c.messages or ()) for c in last.values()]
+    turns = [sum(m["role"] == "assistant" for m in c.messages or ()) for c in last]
     sampled = sum(int((c.versions >= 0).sum()) for g in groups for c in g.completions)
-    with_tools = [c.info for c in last.values() if "tool_calls" in c.info]
+    with_tools = [c.info for c in last if "tool_calls" in c.info]
     calls, errors = (sum(info[name] for info in with_tools) for name in ("tool_calls", "tool_errors"))
     tools: dict[str, Metric] = {}
     if with_tools:
@@ -170,11 +170,9 @@ def _turn_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
     return {
         **spread("turns", np.array(turns)),
         "turns/forks": Sum(float(sum(len(g.completions) for g in groups) - len(last))),
-        "turns/failed": Sum(float(sum(c.has_failed for c in last.values()))),
-        "turns/failed_infrastructure": Sum(
-            float(sum(c.info.get("failure") == "infrastructure" for c in last.values()))
-        ),
-        "turns/retried": Sum(float(sum(c.info.get("attempts", 1) - 1 for c in last.values()))),
+        "turns/failed": Sum(float(sum(c.has_failed for c in last))),
+        "turns/failed_infrastructure": Sum(float(sum(c.info.get("failure") == "infrastructure" for c in last))),
+        "turns/retried": Sum(float(sum(c.info.get("attempts", 1) - 1 for c in last))),
         "completions/sampled_tokens": Sum(float(sampled)),
         **tools,
     }

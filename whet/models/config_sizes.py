@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from whet.errors import format_exception
-from whet.util.model_paths import check_hub, model_folder
+from whet.storage.model_paths import check_hub, model_folder
 
 __all__ = ["MISSING_IS_NONE", "config_positions", "kv_bytes_per_token", "read_config", "read_positions", "read_width"]
 

@@ -26,7 +26,6 @@ from whet.models.attention import ATTENTION, KERNELS
 from whet.models.heads import Head, add_score_head, has_score_head, score_layer
 from whet.models.loaded_model import LoadedModel
 from whet.models.lora import (
-    ADAPTER_CONFIG,
     SavedAdapter,
     add_adapter,
     check_adapter,
@@ -40,6 +39,7 @@ from whet.models.model_capabilities import find_capabilities
 from whet.models.pretrained import PretrainedModule, adapter_folder, check_config, read_model, wrong_role_hint
 from whet.models.prompt_tuning import PromptAdapter, is_prompt_tuned
 from whet.models.quantized import quantization_config
+from whet.storage.model_paths import ADAPTER_CONFIG
 
 __all__ = ["DTYPES", "check_device", "load_model", "save_model"]
 

@@ -34,6 +34,7 @@ from whet.models.lora_layers import BASE_LAYER, Adapter, SeededDropout, is_adapt
 from whet.models.pretrained import meta_model
 from whet.models.prompt_tuning import is_prompt_tuned, save_prompt
 from whet.models.quantized import cast_parameters, dequantize, is_quantized_layer
+from whet.storage.model_paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
 from whet.util.install import install_hint
 from whet.util.tensor_subclasses import copy_full_tensor
 
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     import peft
 
 __all__ = [
-    "ADAPTER_CONFIG",
-    "ADAPTER_WEIGHTS",
     "SavedAdapter",
     "adapter_tensors",
     "add_adapter",
@@ -57,9 +56,6 @@ __all__ = [
 
 logger = logging.getLogger("whet")
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-"""The prefix of every name in PEFT's files: the name of the model inside PEFT's wrapper, which is not used here."""
 SCORE = "score"
 """The name of a score head."""
 REFUSED = (
@@ -150,7 +146,9 @@ def find_adapter(path: str) -> SavedAdapter | None:
         tensors = load_file(weights)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"can't read {ADAPTER_WEIGHTS} of {path!r} ({error}); copy it again") from error
-    return SavedAdapter(path, base, fields, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
+    return SavedAdapter(
+        path, base, fields, {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
+    )
 
 
 def _cached_file(path: str, name: str) -> str | None:
@@ -410,7 +408,7 @@ def save_adapter(module: PreTrainedModel, folder: Path, masters: Mapping[str, Te
         save_prompt(module, folder, masters)
         return
     by_id = _masters_by_id(module, masters)
-    parameters = {f"{PREFIX}{n}": by_id.get(id(p), p).detach() for n, p in adapter_tensors(module).items()}
+    parameters = {f"{PEFT_PREFIX}{n}": by_id.get(id(p), p).detach() for n, p in adapter_tensors(module).items()}
     tensors = {name: t.cpu().contiguous().clone() for name, t in parameters.items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     save_adapter_config(module, folder)

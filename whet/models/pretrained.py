@@ -32,7 +32,7 @@ from whet.errors import ConfigError, format_exception, nearest
 from whet.models.causality_check import check_causal
 from whet.models.config_sizes import MISSING_IS_NONE, read_config
 from whet.models.heads import has_score_head
-from whet.util.model_paths import check_hub, list_folders, model_folder, resolved_path_message
+from whet.storage.model_paths import check_hub, list_folders, model_folder, resolved_path_message
 
 __all__ = ["PretrainedModule", "check_config", "meta_model", "read_model", "wrong_role_hint"]
 

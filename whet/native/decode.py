@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from whet.native.build import Library, Unavailable, load_functions
-from whet.native.self_check import Comparison, self_check
+from whet.native.self_check import KernelComparison, self_check
 
 __all__ = ["DecodeKernels", "LayerTable", "ProductTable", "StepTable", "decode_kernels", "unsupported_sizes"]
 
@@ -181,7 +181,7 @@ def unsupported_sizes(kernels: DecodeKernels, head: int, widths: set[int]) -> Un
     return Unavailable(f"{', '.join(wrong)} is not a multiple of {kernels.lanes}, or too large") if wrong else None
 
 
-def _comparisons(kernels: DecodeKernels) -> Iterator[Comparison]:
+def _comparisons(kernels: DecodeKernels) -> Iterator[KernelComparison]:
     """Results of the kernels, and torch's."""
     generator = torch.Generator().manual_seed(0)
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
@@ -189,16 +189,16 @@ def _comparisons(kernels: DecodeKernels) -> Iterator[Comparison]:
         wide = (h.float() + more.float()).to(dtype).float()
         expected = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
         differ = f"in {dtype} differ from torch's"
-        yield Comparison(f"norms {differ}", kernels.norm(h.clone(), more, None, 1e-6), expected, limit)
+        yield KernelComparison(f"norms {differ}", kernels.norm(h.clone(), more, None, 1e-6), expected, limit)
         gate, up = h.float().chunk(2, -1)
-        yield Comparison(f"gates {differ}", kernels.gated(h), torch.nn.functional.silu(gate) * up, limit)
+        yield KernelComparison(f"gates {differ}", kernels.gated(h), torch.nn.functional.silu(gate) * up, limit)
         weight, bias, x = (torch.randn(*n, generator=generator).to(dtype) for n in ((70, 32), (70,), (29, 32)))
         panels = kernels.pack(weight)
         actual = kernels.multiply(ProductTable(panels.data_ptr(), bias.data_ptr(), 32, 70), x)
-        yield Comparison(f"products {differ}", actual, x.float() @ weight.float().T + bias.float(), limit)
+        yield KernelComparison(f"products {differ}", actual, x.float() @ weight.float().T + bias.float(), limit)
         for size in (16, 64):
             attended = _compare_attention(kernels, dtype, size, generator)
-            yield Comparison(f"attention in {dtype} differs from torch's", *attended, limit)
+            yield KernelComparison(f"attention in {dtype} differs from torch's", *attended, limit)
 
 
 def _compare_attention(

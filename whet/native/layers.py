@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from whet.native.build import Library, Unavailable, load_functions, unsupported_cpu
-from whet.native.self_check import Comparison, self_check
+from whet.native.self_check import KernelComparison, self_check
 
 __all__ = ["LayerKernels", "layer_kernels"]
 
@@ -130,7 +130,7 @@ def layer_kernels() -> LayerKernels | Unavailable:
     return unsupported_cpu() or self_check(load_functions("layers", LayerKernels), _comparisons)
 
 
-def _comparisons(kernels: LayerKernels) -> Iterator[Comparison]:
+def _comparisons(kernels: LayerKernels) -> Iterator[KernelComparison]:
     """Results and gradients of the kernels, and torch's."""
     generator = torch.Generator().manual_seed(0)
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
@@ -146,7 +146,7 @@ def _comparisons(kernels: LayerKernels) -> Iterator[Comparison]:
         actual += kernels.gated_grads(x, up, grad.clone(), product=True)
         for result, expected in zip(actual, (norm, *norm_grads, product, *product_grads, product), strict=True):
             assert result is not None, "all gradients were requested"
-            yield Comparison(f"norms or gates in {dtype} differ from torch's", result, expected, limit)
+            yield KernelComparison(f"norms or gates in {dtype} differ from torch's", result, expected, limit)
     # sizes with several chunks and blocks, and incomplete last ones
     grad, x = (torch.randn(300, n, generator=generator).to(torch.float32) for n in (500, 600))
-    yield Comparison("gradients of weights differ from torch's", kernels.weight_grad(grad, x), grad.t() @ x, 1e-5)
+    yield KernelComparison("gradients of weights differ from torch's", kernels.weight_grad(grad, x), grad.t() @ x, 1e-5)

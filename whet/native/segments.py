@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
 from whet.native.build import Library, Unavailable, load_functions, unsupported_cpu
-from whet.native.self_check import Comparison, self_check
+from whet.native.self_check import KernelComparison, self_check
 from whet.util.cpu import cpu_info
 
 __all__ = [
@@ -298,7 +298,7 @@ def _run(call: _Call, sums: Tensor, *, back: bool, half: bool) -> None:
     (kernels.backward if back else kernels.forward)(ctypes.addressof(call), half)
 
 
-def _comparisons(_: SegmentKernels) -> Iterator[Comparison]:
+def _comparisons(_: SegmentKernels) -> Iterator[KernelComparison]:
     """Yields the kernels' output and gradients, and those of the formula."""
     generator = torch.Generator().manual_seed(0)
     lengths, parents, window = [37, 100, 5], [-1, 0, 1], 90
@@ -319,4 +319,4 @@ def _comparisons(_: SegmentKernels) -> Iterator[Comparison]:
             actual_grads = torch.autograd.grad(actual, leaves, grad)
             expected_grads = torch.autograd.grad(expected, wide, grad.float())
         for x, y in zip((actual, *actual_grads), (expected, *expected_grads), strict=True):
-            yield Comparison(f"attention in {dtype} differs from the formula", x, y, limit)
+            yield KernelComparison(f"attention in {dtype} differs from the formula", x, y, limit)

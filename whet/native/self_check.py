@@ -1,7 +1,7 @@
 """The self-check of native kernels: their results on this machine are compared with torch's before they are used.
 
 A compiler, a flag or a processor may be faulty, and training on wrong numbers raises no error. Each family of kernels
-defines its shapes and tolerances as `Comparison`s, which are compared here.
+defines its shapes and tolerances as `KernelComparison`s, which are compared here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from whet.native.build import Unavailable
 
-__all__ = ["Comparison", "allclose", "self_check"]
+__all__ = ["KernelComparison", "allclose", "self_check"]
 
 K = TypeVar("K")
 
 
-class Comparison(NamedTuple):
+class KernelComparison(NamedTuple):
     """A result of the kernels, and the expected result."""
 
     failure: str
@@ -31,16 +31,17 @@ class Comparison(NamedTuple):
     """The largest allowed difference, relative to the largest expected number."""
 
 
-def self_check(kernels: K | Unavailable, check: Callable[[K], Iterable[Comparison]]) -> K | Unavailable:
+def self_check(kernels: K | Unavailable, check: Callable[[K], Iterable[KernelComparison]]) -> K | Unavailable:
     """Returns the kernels if their results are correct, else the reason why they are not used.
 
     Args: kernels: from load_functions. check: yields the comparisons; it runs in a separate thread, which no hook, mode
         or grad state of the calling layer reaches. The first difference ends it.
 
     >>> import torch
-    >>> self_check(2, lambda x: [Comparison("doubles differ", torch.full((1,), 2.0 * x), torch.full((1,), 4.0), 1e-5)])
+    >>> double = lambda x: [KernelComparison("doubles differ", torch.tensor(2.0 * x), torch.tensor(4.0), 1e-5)]
+    >>> self_check(2, double)
     2
-    >>> self_check(3, lambda x: [Comparison("doubles differ", torch.full((1,), 2.0 * x), torch.full((1,), 4.0), 1e-5)])
+    >>> self_check(3, double)
     Unavailable(reason='doubles differ on this machine')
     """
     if isinstance(kernels, Unavailable):

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from whet.parallel.ranks import ProcessRanks, Ranks
 from whet.storage.checkpoint import file_sum
-from whet.util.shard_files import read_tensors, saved_tensors, shard_errors
+from whet.storage.shards import read_tensors, saved_tensors, shard_errors
 
 __all__ = ["SHARDS", "ShardReader", "Stager", "write_shards"]
 
@@ -56,7 +56,7 @@ class ShardReader:
         self.tensors = saved_tensors(folder, prefix)
         """Name -> shape and dtype of the whole tensor."""
 
-    def under(self, prefix: str) -> ShardReader:
+    def with_prefix(self, prefix: str) -> ShardReader:
         """Returns a reader of the names that begin with a prefix.
 
         Raises: CheckpointError: the folder can't be read.

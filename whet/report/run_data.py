@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from whet.config.loader import flatten
 from whet.errors import ConfigError
 from whet.storage.files import finite_or_none
 from whet.storage.run_folder import read_metrics
 
-__all__ = ["CompletionFile", "completion_files", "flatten", "metric_columns", "run_data"]
+__all__ = ["CompletionFile", "completion_files", "metric_columns", "run_data"]
 
 _COMPLETIONS = re.compile(r"(train|eval)-([0-9]+)\.parquet", re.ASCII)
 _ROW_KEYS = ("step", "mode", "version")
@@ -65,8 +66,8 @@ def run_data(folder: str | Path) -> dict[str, Any]:
     return {
         "name": folder.resolve().name,
         "path": str(folder),
-        "config": flatten(_read(folder / "config.yaml")),
-        "environment": flatten(_read(folder / "environment.json")),
+        "config": _settings(folder / "config.yaml"),
+        "environment": _settings(folder / "environment.json"),
         "metrics": {mode: metric_columns([r for r in rows if r["mode"] == mode]) for mode in ("train", "eval")},
     }
 
@@ -100,21 +101,9 @@ def completion_files(folder: str | Path) -> list[CompletionFile]:
     return sorted(files, key=lambda f: (f.step, f.mode))
 
 
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one with dotted keys.
-
-    >>> flatten({"actor": {"optim": {"lr": 0.1}}, "reward": ["a"]})
-    {'actor.optim.lr': 0.1, 'reward': ['a']}
-    """
-    return dict(_leaves(value, prefix))
-
-
-def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, Mapping):
-        yield prefix, value
-        return
-    for name, inner in value.items():
-        yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))
+def _settings(path: Path) -> dict[str, Any]:
+    """Returns the values of a YAML or JSON file by their dotted keys; empty mappings are left out."""
+    return {key: value for key, value in flatten(_read(path)).items() if value != {}}
 
 
 def _read(path: Path) -> Any:

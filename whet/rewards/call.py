@@ -35,7 +35,7 @@ from whet.rewards.checked_values import (
 from whet.rewards.deadline import call_with_deadline, timeout_error, with_caller_context
 from whet.rewards.function_info import is_per_completion
 from whet.rewards.model import RewardModel
-from whet.rewards.workers import Call, RewardWorkers
+from whet.rewards.workers import RewardCall, RewardWorkers
 
 __all__ = [
     "CallResults",
@@ -97,7 +97,7 @@ class RewardInputs:
         selected = {name: [getattr(self, name)[i] for i in at] for name in EACH}
         return replace(self, columns={n: [values[i] for i in at] for n, values in self.columns.items()}, **selected)
 
-    def offered(self) -> dict[str, Any]:
+    def keywords(self) -> dict[str, Any]:
         """Returns all keywords with their values, as lists."""
         each = {name: getattr(self, name) for name in EACH}
         lists = {name: list(values) for name, values in {**self.columns, **each}.items()}
@@ -228,14 +228,14 @@ def call_rewards(
     >>> results.rewards, results.errors
     ({'length': array([2.])}, {'length': 0})
     """
-    offered, extras = inputs.offered(), inputs.extras.keys()
+    offered, extras = inputs.keywords(), inputs.extras.keys()
     arguments = {n: select_keywords(fn, offered, inputs.algo_fields, name=n, extras=extras) for n, fn in fns.items()}
-    remote: dict[str, Call] = {}
+    remote: dict[str, RewardCall] = {}
     for name in [] if workers is None else [name for name in fns if name in workers.functions]:
         kwargs, count = arguments[name], len(inputs.trajectory_ids)
         each = [word for word in kwargs if word in {*inputs.columns, *EACH} and len(kwargs[word]) == count]
         per_completion = is_per_completion(fns[name])
-        remote[name] = Call(kwargs=kwargs, ids=inputs.trajectory_ids, each=each, per_completion=per_completion)
+        remote[name] = RewardCall(kwargs=kwargs, ids=inputs.trajectory_ids, each=each, per_completion=per_completion)
     checked: dict[str, CheckedRewards | RewardError] = {}
     seconds: dict[str, float] = {}
     if workers is not None and remote:

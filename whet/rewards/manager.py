@@ -194,16 +194,14 @@ class RewardManager:
             raise DataError("texts don't match the groups; give one text for every completion of every group")
         prompts, completions, prompt_ids, completion_ids, names, sources = [], [], [], [], [], []
         for group, group_texts in zip(groups, texts, strict=True):
-            last = {c.generation: place for place, c in enumerate(group.completions)}  # the last fork of each
-            for generation, place in last.items():
-                text = group_texts[place]
+            for place in group.last:
+                text, fork = group_texts[place], group.completions[place]
                 chat = not isinstance(group.prompt.source, str)
                 prompts.append(list(group.prompt.source) if chat else group.prompt.source)
                 completions.append([{"role": "assistant", "content": text}] if chat and isinstance(text, str) else text)
-                fork = group.completions[place]
                 prompt_ids.append(np.asarray(group.prompt.tokens if fork.prefix is None else fork.prefix).tolist())
                 completion_ids.append(np.asarray(fork.tokens).tolist())
-                names.append(f"{group.prompt.row}_{generation}")
+                names.append(f"{group.prompt.row}_{fork.generation}")
                 sources.append(group.prompt.columns)
         if not prompts:
             raise DataError("no completions to reward; sample at least one per prompt")
@@ -273,8 +271,7 @@ def _weights(weights: Sequence[float] | None, names: Sequence[str]) -> dict[str,
 
 def _has_not_failed(groups: Sequence[Group]) -> np.ndarray:
     """Bool [J]: False for an episode with a failed turn."""
-    last = {(i, c.generation): c for i, group in enumerate(groups) for c in group.completions}
-    return np.array([not c.has_failed for c in last.values()], bool)
+    return np.array([not group.completions[place].has_failed for group in groups for place in group.last], bool)
 
 
 def _collect_rewards(groups: Sequence[Group], names: Sequence[str] = ()) -> dict[str, np.ndarray]:
@@ -282,7 +279,7 @@ def _collect_rewards(groups: Sequence[Group], names: Sequence[str] = ()) -> dict
     all_names = dict.fromkeys([*names, *(name for group in groups for name in group.rewards)])
     parts: dict[str, list[np.ndarray]] = {name: [] for name in all_names}
     for group in groups:
-        size = len({c.generation for c in group.completions})
+        size = len(group.last)
         for name in all_names:
             values = np.asarray(group.rewards.get(name, np.full(size, math.nan)), dtype=np.float64)
             if values.shape != (size,):

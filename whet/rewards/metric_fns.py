@@ -15,7 +15,7 @@ import numpy as np
 from whet.errors import RewardError, format_exception, format_value
 from whet.rewards.call import RewardInputs, copy_argument, function_name, select_keywords
 
-__all__ = ["call_metric_fns", "reduce_metrics"]
+__all__ = ["aggregate_metrics", "call_metric_fns"]
 
 
 def call_metric_fns(
@@ -41,7 +41,7 @@ def call_metric_fns(
     >>> call_metric_fns([lambda rewards, **kw: {"best": (max(rewards), max)}], x, advantages=[0.0], rewards=[1.0])
     {'best': (1.0, <built-in function max>)}
     """
-    offered = {**inputs.offered(), "advantages": advantages, "rewards": rewards}
+    offered = {**inputs.keywords(), "advantages": advantages, "rewards": rewards}
     metrics: dict[str, tuple[Any, Callable[..., Any] | None]] = {}
     for fn in fns:
         name = function_name(fn)
@@ -65,10 +65,10 @@ def call_metric_fns(
     return metrics
 
 
-def reduce_metrics(metrics: Mapping[str, tuple[Any, Callable[..., Any] | None]]) -> dict[str, float]:
+def aggregate_metrics(metrics: Mapping[str, tuple[Any, Callable[..., Any] | None]]) -> dict[str, float]:
     """Reduces metrics, name -> (value, aggregation), to numbers; those without an aggregation are left out.
 
-    >>> reduce_metrics({"reward": ([1.0, 0.0], np.mean), "note": ("hi", None)})
+    >>> aggregate_metrics({"reward": ([1.0, 0.0], np.mean), "note": ("hi", None)})
     {'reward': 0.5}
     """
     return {
@@ -96,7 +96,7 @@ def _problem(key: Any, pair: Any) -> str | None:
 
 
 def _is_numeric(value: Any) -> bool:
-    """Returns whether reduce_metrics can convert a value to numbers."""
+    """Returns whether aggregate_metrics can convert a value to numbers."""
     try:
         np.asarray(value, dtype=np.float64)
     except Exception:  # a value's own methods may raise anything

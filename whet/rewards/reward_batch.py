@@ -69,7 +69,7 @@ class RewardBatch:
     @property
     def sizes(self) -> list[int]:
         """The number of trajectories of each group."""
-        return [len({c.generation for c in group.completions}) for group in self.groups]
+        return [len(group.last) for group in self.groups]
 
     @property
     def group_of(self) -> np.ndarray:

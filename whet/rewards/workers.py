@@ -32,7 +32,7 @@ from whet.errors import ConfigError, RewardError, RewardValueError, format_excep
 from whet.rewards.checked_values import CheckedRewards
 from whet.rewards.function_info import FunctionRef
 
-__all__ = ["Call", "RewardWorkers"]
+__all__ = ["RewardCall", "RewardWorkers"]
 
 CALLS = 100_000
 """The number of calls after which a worker is replaced, to free memory that libraries keep."""
@@ -54,10 +54,10 @@ _CODE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class RewardCall:
     """A function's arguments.
 
-    Example: Call(kwargs={"completions": ["4", "5"], "mode": "train"}, ids=["0_0", "0_1"], each=("completions",)).
+    Example: RewardCall(kwargs={"completions": ["4", "5"], "mode": "train"}, ids=["0_0", "0_1"], each=("completions",)).
     """
 
     kwargs: Mapping[str, Any]
@@ -126,7 +126,7 @@ class _Worker:
 class _Batch:
     """The calls for a batch: pending parts and results."""
 
-    calls: Mapping[str, Call]
+    calls: Mapping[str, RewardCall]
     timeout_s: float | None
     stop: bool
     waiting: deque[_Part] = field(default_factory=deque)
@@ -155,9 +155,9 @@ class RewardWorkers:
         count: the number of processes.
         calls, growth_bytes: a process is replaced after so many calls, or this growth in memory since its first call.
 
-    Example: RewardWorkers({"exact": FunctionRef(ref="whet.rewards.text:exact_match")}, 2).call({"exact": Call(kwargs={
-    "completions": ["4"], "answer": ["4"]}, ids=["0_0"])}, timeout_s=5.0) -> ({"exact": CheckedRewards(rewards=[1.0])},
-    {"exact": 0.0001}).
+    Example: RewardWorkers({"exact": FunctionRef(ref="whet.rewards.text:exact_match")}, 2).call({"exact":
+    RewardCall(kwargs={"completions": ["4"], "answer": ["4"]}, ids=["0_0"])}, timeout_s=5.0) -> ({"exact":
+    CheckedRewards(rewards=[1.0])}, {"exact": 0.0001}).
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class RewardWorkers:
         _end_all(self._workers, os.getpid())
 
     def call(
-        self, calls: Mapping[str, Call], *, timeout_s: float | None, stop: bool = False
+        self, calls: Mapping[str, RewardCall], *, timeout_s: float | None, stop: bool = False
     ) -> tuple[dict[str, CheckedRewards], dict[str, float]]:
         """Calls the functions.
 
@@ -220,7 +220,7 @@ class RewardWorkers:
 
     # ---- workers and messages ----------------------------------------------------------------------------------------
 
-    def _parts(self, name: str, call: Call) -> list[_Part]:
+    def _parts(self, name: str, call: RewardCall) -> list[_Part]:
         count = len(call.ids)
         if not call.per_completion:
             return [_Part(name, [list(range(count))])]

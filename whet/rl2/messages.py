@@ -5,7 +5,7 @@ from __future__ import annotations
 from whet.compat.messages import Vocabulary
 from whet.config.introspection import leaves
 from whet.rl2.keys import KEYS
-from whet.rl2.parsed_args import CONFIGS, ParsedArgs, flatten
+from whet.rl2.parsed_args import CONFIGS, ParsedArgs, flatten_known
 
 __all__ = ["vocabulary"]
 
@@ -22,7 +22,7 @@ def vocabulary(args: ParsedArgs) -> Vocabulary:
     'actor.optimizer.lr=1 is above whet.trainer.warn_when; lower algo.clip_range_ratio'
     """
     table = KEYS[args.trainer]
-    names = {key: f"whet.{key}" for key, _ in flatten(args.whet_keys, {}) if "." in key}
+    names = {key: f"whet.{key}" for key, _ in flatten_known(args.whet_keys, {}) if "." in key}
     for key, *_ in leaves(CONFIGS[args.trainer], True):
         if key in names or ("." not in key and "_" not in key):  # a plain word: tokenizer, reward
             continue

@@ -13,7 +13,7 @@ from whet.errors import ConfigError, format_value, lookup_error, nearest
 from whet.rl2.keys import KEYS
 from whet.rl2.references import resolve
 
-__all__ = ["CONFIGS", "ParsedArgs", "copied_values", "find_field", "flatten", "parse_args"]
+__all__ = ["CONFIGS", "ParsedArgs", "copied_values", "find_field", "flatten_known", "parse_args"]
 
 OWN = "whet"
 """The prefix of keys of whet's own."""
@@ -110,7 +110,7 @@ class ParsedArgs:
             if value is not None and value != expected:
                 self.problems.append(f"{key}={value!r} is refused: it is {expected!r} for the others; leave it out")
 
-    def under(self, prefix: str) -> dict[str, Any]:
+    def section(self, prefix: str) -> dict[str, Any]:
         """Returns the values below a prefix, by the rest of their keys."""
         return {k.removeprefix(f"{prefix}."): v for k, v in self.values.items() if k.startswith(f"{prefix}.")}
 
@@ -156,7 +156,7 @@ def parse_args(trainer: str, words: Sequence[str]) -> ParsedArgs:
     whet_keys = nested.pop(OWN, None) or {}
     if not isinstance(whet_keys, Mapping):
         raise ConfigError(f"{OWN}={whet_keys!r}: write {OWN}.<key of whet's>=value")
-    args = ParsedArgs(trainer, dict(flatten(nested, KEYS[trainer])), whet_keys)
+    args = ParsedArgs(trainer, dict(flatten_known(nested, KEYS[trainer])), whet_keys)
     args.problems += [*problems, *(text for key in args.values if (text := _unknown(key, KEYS[trainer])))]
     return args
 
@@ -185,12 +185,12 @@ def find_field(key: str, known: Table) -> Field | None:
     return next((known[name] for name in (key, *starred) if name in known), None)
 
 
-def flatten(node: Mapping[str, Any], known: Table, prefix: str = "") -> Iterable[tuple[str, Any]]:
+def flatten_known(node: Mapping[str, Any], known: Table, prefix: str = "") -> Iterable[tuple[str, Any]]:
     """Dotted keys with their values; a mapping is a value where a key of that name is known, and none below it."""
     for name, value in node.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and (key not in known or any(k.startswith(f"{key}.") for k in known)):
-            yield from flatten(value, known, f"{key}.")
+            yield from flatten_known(value, known, f"{key}.")
         else:
             yield key, value
 

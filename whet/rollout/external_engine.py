@@ -32,7 +32,7 @@ from whet.ops.logprobs import selective_log_softmax
 from whet.rollout.base import Output, Request, Sampling, sampling_processors
 from whet.rollout.build import make_sampling
 from whet.rollout.in_flight import InFlightRequest
-from whet.rollout.requests import check_ids, check_request
+from whet.rollout.requests import check_request, check_request_ids
 from whet.rollout.stopping import Decode
 from whet.rollout.sync_check import TOLERANCE
 
@@ -40,8 +40,8 @@ __all__ = [
     "ExternalEngine",
     "WeightNames",
     "check_agreement",
+    "check_engine_options",
     "check_logprobs_mode",
-    "check_options",
     "check_supported",
     "request_seed",
     "write_config",
@@ -106,7 +106,7 @@ class ExternalEngine:
 
     def _check_requests(self, requests: Sequence[Request], *, closed: bool) -> None:
         """Raises EngineError for a request that could never fit, or with an id that is in flight."""
-        check_ids(requests, self._in_flight)
+        check_request_ids(requests, self._in_flight)
         for r in requests:
             check_request(
                 r,
@@ -199,13 +199,13 @@ set it to 'full', or leave them out
         )
 
 
-def check_options(engine: str, refused: Mapping[str, tuple[object, str]]) -> None:
+def check_engine_options(engine: str, refused: Mapping[str, tuple[object, str]]) -> None:
     """Refuses fields of the rollout configuration that an engine does not support.
 
     Args: engine: its name. refused: field -> (its value, the reason).
     Raises: ConfigError: names the first field.
 
-    >>> check_options("vllm", {"vllm.kwargs": ("model", "whet sets it")})
+    >>> check_engine_options("vllm", {"vllm.kwargs": ("model", "whet sets it")})
     Traceback (most recent call last):
     whet.errors.ConfigError: rollout.vllm.kwargs 'model' can't be done with rollout_engine 'vllm': whet sets it
     """

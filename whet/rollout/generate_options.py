@@ -28,7 +28,7 @@ from whet.rollout.stopping import Decode, find_end, find_stop_string
 
 __all__ = [
     "beam_search",
-    "check_options",
+    "check_generate_options",
     "check_trainable",
     "freeze_options",
     "logits_processors",
@@ -97,7 +97,7 @@ def num_beams(sampling: Sampling) -> int:
     return dict(sampling.generation_kwargs).get("num_beams", 1)
 
 
-def check_options(request: Request, *, vocabulary: int) -> None:
+def check_generate_options(request: Request, *, vocabulary: int) -> None:
     """Refuses a request with invalid options.
 
     Args: request: to check. vocabulary: the number of the model's ids.

@@ -28,7 +28,7 @@ from whet.ops.counter_rng import hash_rng_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.constrained_decoding import Grammars
 from whet.rollout.engine.sampling import sample_rows, seen_tokens
-from whet.rollout.generate_options import beam_search, check_options, logits_processors, num_beams
+from whet.rollout.generate_options import beam_search, check_generate_options, logits_processors, num_beams
 from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.queue_engine import QueueEngine
 from whet.rollout.requests import SamplingPlan, check_request, make_plan
@@ -105,7 +105,7 @@ class HFEngine(QueueEngine):
             constrains=self._grammars is not None,
         )
         make_plan(request.sampling)
-        check_options(request, vocabulary=self._vocabulary)
+        check_generate_options(request, vocabulary=self._vocabulary)
         if self._grammars is not None:
             self._grammars.start(request)
 

@@ -19,7 +19,7 @@ from whet.models.modes import eval_mode, max_positions, num_ids, transformers_at
 from whet.ops.counter_rng import hash_rng_key, uniform
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.in_flight import InFlightRequest
-from whet.rollout.requests import check_ids, check_request
+from whet.rollout.requests import check_request, check_request_ids
 from whet.rollout.stopping import Decode, find_end
 
 __all__ = ["QueueEngine", "SimpleEngine"]
@@ -51,7 +51,7 @@ class QueueEngine:
         """Queues requests. Raises EngineError: one could never be served, or its id is in flight; none is queued."""
         if self._closed:
             raise EngineError(f"the {self._kind} engine is closed; make another")
-        check_ids(requests, {r.id for r in self.queue})
+        check_request_ids(requests, {r.id for r in self.queue})
         for r in requests:
             self.check(r)
         self.queue.extend(requests)

@@ -11,7 +11,7 @@ from whet.errors import ConfigError, EngineError, lookup_error
 from whet.ops.logits_processors import LogitsProcessors
 from whet.rollout.base import Request, Sampling, sampling_processors
 
-__all__ = ["SamplingPlan", "check_ids", "check_request", "make_plan"]
+__all__ = ["SamplingPlan", "check_request", "check_request_ids", "make_plan"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,7 +43,7 @@ def make_plan(sampling: Sampling) -> SamplingPlan:
     return SamplingPlan(sampling=sampling, processors=processors, reported=reported)
 
 
-def check_ids(requests: Iterable[Request], in_flight: Container[int]) -> None:
+def check_request_ids(requests: Iterable[Request], in_flight: Container[int]) -> None:
     """Raises EngineError if the id of a request is already in flight, or occurs twice."""
     ids: set[int] = set()
     for r in requests:

@@ -31,14 +31,14 @@ from whet.models.loaded_model import LoadedModel
 from whet.models.modes import max_positions
 from whet.models.precision import auto_dtype
 from whet.observe.environment import trained_dtype
+from whet.rollout.auto_engine import AUTO, choose_engine
 from whet.rollout.base import PartialOutput, Request, RolloutEngine, Sampling
 from whet.rollout.build import make_engine, make_sampling
-from whet.rollout.choose import AUTO, choose_engine
 from whet.rollout.driver import Episode, RolloutDriver, Turns, single_turns, stream
 from whet.rollout.generate_options import num_beams, validate_options
-from whet.rollout.text import as_batch, encode_texts, pad_left
+from whet.rollout.text import as_batch, encode_prompts, pad_left
+from whet.storage.model_paths import model_folder
 from whet.types import Group, Message, Prompt
-from whet.util.model_paths import model_folder
 
 __all__ = ["Sampler", "SamplerOutput"]
 
@@ -318,7 +318,7 @@ class Sampler:
             max_prompt_length=max_prompt_length,
             on_long_prompt=on_long_prompt,
         )
-        return encode_texts(encoder, as_batch(inputs))
+        return encode_prompts(encoder, as_batch(inputs))
 
     def encoder(self, **options: Any) -> PromptEncoder:
         """Returns the encoder of rows with a prompt; `options` are PromptEncoder's.

@@ -31,8 +31,8 @@ from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Re
 from whet.rollout.external_engine import (
     ExternalEngine,
     check_agreement,
+    check_engine_options,
     check_logprobs_mode,
-    check_options,
     check_supported,
     request_seed,
     write_config,
@@ -88,7 +88,7 @@ class SGLangEngine(ExternalEngine):
         refused: dict[str, tuple[object, str]] = {}
         for name in {"model_path", "skip_tokenizer_init", "server_args"} & set(config.sglang.kwargs):
             refused["sglang.kwargs"] = (name, "whet sets it; see the section sglang")
-        check_options("sglang", refused)
+        check_engine_options("sglang", refused)
         super().__init__(module, decode=decode, config=config, samplings=samplings)
         limits = [n for n in (max_positions(module), config.sglang.context_length) if n is not None]
         self._positions = min(limits, default=None)

@@ -11,7 +11,7 @@ from whet.data.prompts import PromptEncoder
 from whet.errors import DataError
 from whet.types import Message, Prompt
 
-__all__ = ["TextStream", "as_batch", "encode_texts", "pad_left"]
+__all__ = ["TextStream", "as_batch", "encode_prompts", "pad_left"]
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """The decoded form of a character with missing bytes."""
@@ -27,14 +27,14 @@ def as_batch(inputs: Any) -> Sequence[str] | Sequence[list[Message]]:
     return [inputs] if is_one else inputs
 
 
-def encode_texts(encoder: PromptEncoder, inputs: Sequence[str] | Sequence[list[Message]]) -> list[Prompt]:
+def encode_prompts(encoder: PromptEncoder, inputs: Sequence[str] | Sequence[list[Message]]) -> list[Prompt]:
     """Prompts of texts and chats, in order.
 
     Args: encoder: template and limits. inputs: texts, or lists of messages.
     Raises: DataError: nothing was given, or a prompt is over the encoder's limit.
 
     >>> from whet.data.tokenizer import byte_tokenizer
-    >>> [p.tokens.tolist() for p in encode_texts(PromptEncoder(byte_tokenizer()), ["a", "bc"])]
+    >>> [p.tokens.tolist() for p in encode_prompts(PromptEncoder(byte_tokenizer()), ["a", "bc"])]
     [[97], [98, 99]]
     """
     if not inputs:

@@ -39,8 +39,8 @@ from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Re
 from whet.rollout.external_engine import (
     ExternalEngine,
     check_agreement,
+    check_engine_options,
     check_logprobs_mode,
-    check_options,
     check_supported,
     request_seed,
     write_config,
@@ -498,7 +498,7 @@ def _check_config(config: RolloutConfig) -> None:
             refused["vllm.sampling_kwargs"] = (name, "the trainer's logprobs would be of another distribution")
     for name in {"model", "logprobs_mode", "skip_tokenizer_init"} & set(config.vllm.kwargs):
         refused["vllm.kwargs"] = (name, "whet sets it; see the section vllm")
-    check_options("vllm", refused)
+    check_engine_options("vllm", refused)
 
 
 def import_package() -> Any:

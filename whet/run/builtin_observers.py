@@ -30,7 +30,7 @@ from whet.run.observer import Observer
 if TYPE_CHECKING:
     from whet.run.run import Run
 
-__all__ = ["KeepBest", "PushToHub", "StopWhen", "WriteModelCard", "builtin_observers", "check_push"]
+__all__ = ["KeepBest", "PushToHub", "StopWhen", "WriteModelCard", "builtin_observers", "check_push_to_hub"]
 
 log = logging.getLogger("whet")
 
@@ -250,7 +250,7 @@ class WriteModelCard(Observer):
             log.warning("the model card could not be written: %s", format_exception(wrong))
 
 
-def check_push(config: TrainingConfig) -> None:
+def check_push_to_hub(config: TrainingConfig) -> None:
     """Checks that a run can push its model: it has a folder, and the hub accepts the token.
 
     Raises: ConfigError: it can't.
@@ -277,7 +277,7 @@ class PushToHub(Observer):
 
     def on_run_begin(self, run: Run) -> None:
         """Checks that the model can be sent, before anything is trained."""
-        check_push(self.config)
+        check_push_to_hub(self.config)
 
     def on_save(self, run: Run, folder: Path) -> None:
         """Begins to send a checkpoint."""

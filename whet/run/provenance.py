@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "changed_settings",
-    "check_inputs",
+    "check_same_inputs",
     "check_same_settings",
     "check_settings",
+    "function_source",
     "record_inputs",
-    "source_of",
     "to_loadable",
     "weights_digest",
 ]
@@ -122,11 +122,11 @@ def record_inputs(
         "stop_ids": list(stop_ids),
         "tokenizer": _tokenizer(tokenizer),
         "evaluation": evaluation,
-        "code": {what: source_of(fn) for what, fn in functions},
+        "code": {what: function_source(fn) for what, fn in functions},
     }
 
 
-def check_inputs(old: Any, new: Mapping[str, Any], *, allow: bool) -> None:
+def check_same_inputs(old: Any, new: Mapping[str, Any], *, allow: bool) -> None:
     """Compares the checkpoint's inputs with the current ones. Different code is only a warning.
 
     Args: old: the checkpoint's inputs. new: the result of `record_inputs`. allow: log differences instead of refusing
@@ -366,7 +366,7 @@ def _digest(tree: Any) -> str:
 # ---- code ------------------------------------------------------------------------------------------------------------
 
 
-def source_of(fn: Any) -> list[str | None]:
+def function_source(fn: Any) -> list[str | None]:
     """Returns the source file of a function, class, object or reference, and the file's digest.
 
     Both are None for whet's own code, and for code outside of files.

@@ -38,14 +38,14 @@ from whet.observe.trace import trace_folder
 from whet.parallel.ranks import is_connection_lost
 from whet.run.builtin_observers import builtin_observers
 from whet.run.observer import Observer, Observers, TrainerControl
-from whet.run.provenance import check_inputs, check_same_settings, check_settings, to_loadable
+from whet.run.provenance import check_same_inputs, check_same_settings, check_settings, to_loadable
 from whet.run.random_state import random_state, set_derived_random_state, set_random_state
 from whet.run.signals import SignalHandler, Stopped
 from whet.run.start_messages import log_data_end, log_run_length, steps_in_data, write_environment
 from whet.run.task import Task
 from whet.storage.checkpoint import read_run_id
 from whet.storage.run_folder import RunFolder, has_steps
-from whet.storage.run_state_validation import check_storable
+from whet.storage.run_state import check_storable
 from whet.train.metric_reduction import Metrics
 from whet.train.role_trainer import RoleTrainer
 from whet.train.role_workers import RoleWorkers
@@ -103,6 +103,8 @@ class Run:
         own = Observers([*builtin_observers(config), *observers])
         self.observers = own if self.ranks.is_writer else Observers([])
         self._signals = SignalHandler()
+        if self.checkpoints.root is None:
+            self._signals.effect = "stopping after this step; nothing is saved, since trainer.run_dir is not set"
         if self.ranks.size > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
             seconds = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
             self._signals.effect += (
@@ -524,7 +526,7 @@ class Run:
         check_settings(state["settings"], self._compared_settings(), allow=self.config.allow_config_change)
         assert self.stream is not None
         assert self.inputs is not None
-        check_inputs(state["inputs"], self.inputs, allow=self.config.allow_config_change)
+        check_same_inputs(state["inputs"], self.inputs, allow=self.config.allow_config_change)
         self.stream.restore(state["stream"])
         self.step, self.tokens = state["step"], state["tokens"]
         self.checkpoints.load(checkpoint)

@@ -5,7 +5,6 @@ bodies.py         the bodies of requests, checked
 calls.py          one call of a route: its engine requests, and its response or chunks
 chat_model.py     what a call needs of a model: tokenizer, chat template and tool calls
 served_model.py   the model of `whet serve`, with its defaults of sampling
-sessions.py       the calls of one agent as token sequences
 engine_loop.py    one thread steps the engine for the requests of all clients
 api_errors.py     errors in OpenAI's form
 agent_server.py   the API inside a training run: a key names an episode, which answers its calls

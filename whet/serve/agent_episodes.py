@@ -19,7 +19,6 @@ import math
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,23 +26,21 @@ import numpy as np
 from whet.config.rollout import RolloutConfig
 from whet.envs.agent import AGENT_REWARD, load_agent
 from whet.envs.failures import EpisodeFailures
-from whet.envs.multi_turn import stand_in
 from whet.envs.recorded import RecordedAnswers, Tape
-from whet.envs.tool_episodes import PROMPT
+from whet.envs.sessions import Session
 from whet.errors import DataError, RewardError, format_value
 from whet.rewards.call import function_name
 from whet.rewards.checked_values import check_values, error_from_exception
 from whet.rollout.base import Output, Request, Sampling
-from whet.rollout.driver import Episode, Turns, completion
+from whet.rollout.driver import Episode, Turns
 from whet.rollout.external_calls import CallTimeoutError, ExternalCall, ExternalCalls, run_function
 from whet.serve.agent_server import AgentCall, AgentEnd, AgentServer, Inbox, episode_over
 from whet.serve.api_errors import ApiError
 from whet.serve.chat_model import CONTEXT_CODE
 from whet.serve.run_model import RunModel
-from whet.serve.sessions import Session, TokenSequence
 from whet.types import Completion, FinishReason, Message
 
-__all__ = ["AgentEpisodes", "sequence_completion"]
+__all__ = ["AgentEpisodes", "split_messages"]
 
 log = logging.getLogger("whet")
 
@@ -133,7 +130,7 @@ class AgentEpisodes:
                 self._start(number, inbox, episode)
             end = None
             while end is None:
-                said = np.concatenate([np.zeros(0, np.int32), *(output.tokens for output in session.outputs)])
+                said = np.concatenate([np.zeros(0, np.int32), *(node.output.tokens for node in session.nodes)])
                 if inbox is None:
                     calls, end = _read_events(tape.next(self.name, said))
                 else:
@@ -203,17 +200,9 @@ class AgentEpisodes:
                 episode.rewards[AGENT_REWARD] = math.fsum(rewards)
         except RewardError as error:
             info, reason = dict(self.failures.add(error, episode)), "error"
-        info["turns"] = session.turns
-        if episode.attempts > 1:
-            info["attempts"] = episode.attempts
-        if session.forks:
-            info["forks"] = session.forks
-        if not session.sequences:
-            return [stand_in(episode, info, reason or "length")]
-        of_turn = {}
-        if isinstance(end.value, list | tuple) and rewards:
-            of_turn = {id(output): reward for output, reward in zip(session.outputs, rewards, strict=True)}
-        return [sequence_completion(sequence, episode, info, reason, of_turn) for sequence in session.sequences]
+        split = functools.partial(split_messages, episode.prompt.source)
+        turn_rewards = rewards if isinstance(end.value, list | tuple) else ()
+        return session.completions(episode, info, reason, split, turn_rewards)
 
     def _rewards(self, end: AgentEnd, session: Session, episode: Episode) -> list[float]:
         """Returns the agent's reward, or those of its turns; NaN = it does not apply. Raises RewardError: it
@@ -287,33 +276,7 @@ def _refuse(calls: Sequence[AgentCall]) -> None:
         call.refuse(episode_over())
 
 
-def sequence_completion(
-    sequence: TokenSequence,
-    episode: Episode,
-    info: Mapping[str, Any],
-    reason: FinishReason | None,
-    rewards: Mapping[int, float],
-) -> Completion:
-    """Returns a sequence to train on.
-
-    Args:
-        reason: why the episode ended; None = as the sequence's last turn did.
-        rewards: id of a turn's output -> its reward, at the turn's last token; {} = turns have none.
-    """
-    result = completion(*sequence.parts, generation=episode.generation, info=info)  # pyright: ignore[reportArgumentType]
-    before, after = _split_messages(sequence.messages, episode.prompt.source)
-    changes: dict[str, Any] = {"messages": tuple(after), "finish_reason": reason or result.finish_reason}
-    if not np.array_equal(sequence.prefix, episode.prompt.tokens):
-        changes |= {"prefix": sequence.prefix, "info": {**info, PROMPT: before}}
-    if rewards:
-        columns = [np.zeros(len(p if isinstance(p, np.ndarray) else p.tokens)) for p in sequence.parts]
-        for column, part in zip(columns, sequence.parts, strict=True):
-            column[-1:] = rewards.get(id(part), 0.0)
-        changes["token_rewards"] = np.concatenate(columns)
-    return replace(result, **changes)
-
-
-def _split_messages(messages: Sequence[Message], prompt: Any) -> tuple[list[Message], list[Message]]:
+def split_messages(prompt: Any, messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
     """Returns the messages of a conversation before the agent's model spoke, and the others."""
     prompt_messages = [] if isinstance(prompt, str) else list(prompt)
     count = len(prompt_messages)

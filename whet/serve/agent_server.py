@@ -23,12 +23,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from whet.envs.sessions import Session
 from whet.rollout.base import Output
 from whet.serve.api_errors import ApiError, to_api_error
 from whet.serve.calls import ROUTES, Call
 from whet.serve.chat_model import ChatModel
 from whet.serve.server import POLL_S, ApiHandler, ApiServer, Disconnected
-from whet.serve.sessions import Session
 
 __all__ = ["AgentCall", "AgentEnd", "AgentServer", "Inbox", "episode_over"]
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from whet.envs.sessions import Session
 from whet.envs.tool_calls import split_reasoning
 from whet.rollout.base import Output, PartialOutput, Request
 from whet.rollout.text import TextStream
@@ -27,7 +28,6 @@ from whet.serve.api_errors import ApiError
 from whet.serve.bodies import ChatBody, CompletionBody, GenerateBody, SamplingBody
 from whet.serve.chat_model import ChatModel
 from whet.serve.served_model import read_messages
-from whet.serve.sessions import Session
 
 __all__ = ["ROUTES", "Call", "ChatCall", "CompletionCall", "GenerateCall", "join_partials", "version_spans"]
 

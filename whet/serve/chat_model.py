@@ -6,7 +6,6 @@ ServedModel (served_model.py) is that of `whet serve`, RunModel (run_model.py) t
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from whet.data.templates import ChatTemplate
+from whet.envs.sessions import ChatRenderer
 from whet.envs.tool_calls import ToolTemplate
 from whet.rollout.base import Sampling
 from whet.serve.api_errors import ApiError
@@ -26,7 +26,7 @@ CONTEXT_CODE = "context_length_exceeded"
 """OpenAI's code of the error for a prompt that is too long."""
 
 
-class ChatModel:
+class ChatModel(ChatRenderer):
     """A model behind the API. Its methods may be called from several threads.
 
     Args:
@@ -48,13 +48,10 @@ class ChatModel:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         system_prompt: str | None = None,
     ) -> None:
-        self.tokenizer, self.eos_ids, self.name, self.longest = tokenizer, tuple(eos_ids), name, longest
-        self.system_prompt = system_prompt
+        template = ChatTemplate(tokenizer, chat_template_kwargs)
+        super().__init__(tokenizer, template, eos_ids, system_prompt=system_prompt)
+        self.eos_ids, self.name, self.longest = tuple(eos_ids), name, longest
         self.created = int(time.time())
-        self.template = ChatTemplate(tokenizer, chat_template_kwargs)
-        self.end_marks: Mapping[int, str] = {i: str(tokenizer.decode([i])) for i in eos_ids}
-        """The ids that end a turn, with their texts."""
-        self._lock = threading.Lock()  # a tokenizer must not encode on two threads
 
     def check_name(self, name: str | None) -> None:
         """Raises ApiError for another model's name."""
@@ -66,26 +63,6 @@ class ChatModel:
         """int32 [P]: the ids of a text, with the tokenizer's own special tokens."""
         with self._lock:
             return np.asarray(self.tokenizer(text, verbose=False).input_ids, np.int32)
-
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any], *, asks: bool
-    ) -> str:
-        """Returns the text of a conversation.
-
-        Args: messages: of `read_messages`. tools, options: for the template. asks: with the header of the assistant's
-            turn.
-        Raises: ConfigError: there is no template. DataError: the template refuses the messages.
-        """
-        if self.system_prompt and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        with self._lock:
-            return self.template.text(messages, asks=asks, **({"tools": list(tools)} if tools else {}), **options)
-
-    def encode(self, text: str) -> np.ndarray:
-        """int32 [P]: the ids of a rendered conversation, or of a part of it."""
-        with self._lock:
-            ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        return np.asarray(ids, np.int32)
 
     # ---- sampling ------------------------------------------------------------------------------------------------
 
@@ -127,10 +104,6 @@ class ChatModel:
         )
 
     # ---- completions ---------------------------------------------------------------------------------------------
-
-    def decode(self, ids: Any) -> str:
-        """Returns the text of ids, special tokens left out."""
-        return str(self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     @functools.cached_property
     def tool_template(self) -> ToolTemplate:

@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from whet.config.serve import ServeConfig
+from whet.envs.sessions import Session
 from whet.errors import ConfigError
 from whet.rollout.base import PartialOutput
 from whet.rollout.sampler import Sampler
@@ -32,7 +33,6 @@ from whet.serve.calls import ROUTES, Call, join_partials
 from whet.serve.chat_model import ChatModel
 from whet.serve.engine_loop import EngineLoop, Generation
 from whet.serve.served_model import ServedModel
-from whet.serve.sessions import Session
 from whet.util.text_lines import escape_control_characters
 
 __all__ = ["LOOPBACK", "SESSION_HEADER", "ApiHandler", "ApiServer", "Disconnected", "serving"]

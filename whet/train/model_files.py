@@ -27,15 +27,7 @@ from torch import Tensor
 from whet.errors import CheckpointError, ConfigError
 from whet.models.load import DTYPES, save_model
 from whet.models.loaded_model import LoadedModel
-from whet.models.lora import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    PREFIX,
-    adapter_tensors,
-    load_adapter_weights,
-    save_adapter,
-    save_adapter_config,
-)
+from whet.models.lora import adapter_tensors, load_adapter_weights, save_adapter, save_adapter_config
 from whet.models.prompt_tuning import ENCODER, is_prompt_tuned
 from whet.storage.checkpoint import (
     CHECKPOINT_FORMAT,
@@ -47,7 +39,8 @@ from whet.storage.checkpoint import (
     save_weights,
     write_state,
 )
-from whet.train.optim import Optim
+from whet.storage.model_paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
+from whet.train.optimizer import Optim
 
 if TYPE_CHECKING:
     from whet.parallel.shards import ShardReader
@@ -147,14 +140,14 @@ class ModelFiles:
         """
         state = read_state(folder / "state.pt", needs=("version",) if self.optim is None else ("version", "optim"))
         check_format(folder / "state.pt", state.get("format"), weights=folder)
-        weights, saved = self._weights(), shards.under("model.")
+        weights, saved = self._weights(), shards.with_prefix("model.")
         check_same_weights(saved.folder, weights, {name: shape for name, (shape, _) in saved.tensors.items()})
         saved.read(weights)
         for name, p in self.loaded.module.named_parameters():
             if self.masters.get(name, p) is not p:
                 p.data.copy_(self.masters[name])
         if self.optim is not None:
-            of_optim = shards.under("optim.")
+            of_optim = shards.with_prefix("optim.")
             moments = {n: self.optim.empty_moment(n, *kind) for n, kind in of_optim.tensors.items()}
             of_optim.read(moments)
             self.optim.load(folder / "optimizer.safetensors", state["optim"], moments)
@@ -180,7 +173,7 @@ class ModelFiles:
             learned = is_prompt_tuned(self.loaded.module)
             path = _state_folder(folder) / ENCODER if learned else folder / ADAPTER_WEIGHTS
             try:
-                adapter = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path).items()}
+                adapter = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(path).items()}
                 load_adapter_weights(self.loaded.module, adapter, str(path), self.masters)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(

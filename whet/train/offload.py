@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from whet.parallel.placement import Phase, Placement
-from whet.train.optim import Optim
+from whet.train.optimizer import Optim
 from whet.util.experimental import warn_experimental
 from whet.util.tensor_subclasses import is_wrapper_subclass
 

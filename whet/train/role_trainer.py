@@ -21,7 +21,7 @@ from whet.types import TokenBatch
 if TYPE_CHECKING:
     from whet.parallel.shards import ShardReader
 
-__all__ = ["MetricsAdjuster", "RoleTrainer", "SequenceSelector", "check_ids", "lower_lr_advice"]
+__all__ = ["MetricsAdjuster", "RoleTrainer", "SequenceSelector", "check_token_ids", "lower_lr_advice"]
 
 log = logging.getLogger("whet")
 
@@ -241,7 +241,7 @@ class RoleTrainer:
         return self._prefixed(metrics)
 
 
-def check_ids(batch: TokenBatch, num_ids: int, name: str) -> TokenBatch:
+def check_token_ids(batch: TokenBatch, num_ids: int, name: str) -> TokenBatch:
     """Returns the batch. Raises DataError for a token id that the model does not have. Args: name: the model's."""
     highest = max(int(x.max()) for x in (batch.prefixes, batch.tokens))
     if highest >= num_ids:

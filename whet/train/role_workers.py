@@ -34,14 +34,14 @@ from whet.parallel.placement import Placement
 from whet.parallel.processes import join_processes
 from whet.parallel.ranks import Ranks
 from whet.parallel.torchrun_env import check_mesh
+from whet.storage.model_paths import check_hub, model_folder
+from whet.train.make_optimizer import check_optimizer
 from whet.train.offload import OffloadPlacement
-from whet.train.optimizers import check_optimizer
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Allowed, Loss, ModelWorker
 from whet.util.device import empty_cache
 from whet.util.memory import release_freed_memory
-from whet.util.model_paths import check_hub, model_folder
 
 if TYPE_CHECKING:
     from whet.parallel.mesh import ProcessMesh
@@ -327,6 +327,11 @@ class RoleWorkers:
         loop = self._loop
         sizes = loop.context_parallel_size, loop.data_parallel_replicate_size, loop.tensor_parallel_size
         return make_mesh(self.device(Role.ACTOR).type, self.ranks.size, *sizes)
+
+    def share_values(self, tensor: torch.Tensor) -> None:
+        """Gives a tensor the values of the first of the processes that divide matrices together, in place."""
+        assert self._mesh.tensor is not None
+        torch.distributed.broadcast(tensor, group=self._mesh.tensor.get_group(), group_src=0)
 
     def device(self, role: Role) -> torch.device:
         """Returns the device on which a role's model is loaded; of several processes each has its own GPU."""

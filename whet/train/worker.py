@@ -37,7 +37,7 @@ from whet.parallel.placement import Placement
 from whet.train.loss_inputs import check_loss_shapes, has_unit_weights, make_loss_inputs
 from whet.train.metric_reduction import Metrics, Reductions, reduce_metrics, unpack_metrics
 from whet.train.model_files import ModelFiles
-from whet.train.optim import Optim, total_norm
+from whet.train.optimizer import Optim, total_norm
 from whet.train.out_of_memory import log_smaller_budget, out_of_memory_note, smaller_budget
 from whet.types import LossInputs, TokenBatch, TokenStats
 from whet.util.device import empty_cache
@@ -528,12 +528,13 @@ class ModelWorker:
 
     # ---- weights and state ---------------------------------------------------------------------------------------
 
-    def rollout_weights(self) -> AbstractContextManager[nn.Module]:
+    def rollout_weights(self, *, parts: bool = False) -> AbstractContextManager[nn.Module]:
         """Returns a context for engines: the module's parameters are plain tensors in the dtype that it computes in.
 
+        Args: parts: as of Placement.weights.
         Example: `with worker.rollout_weights(): outputs = engine.step()`.
         """
-        return self.placement.weights()
+        return self.placement.weights(parts=parts)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, compute-dtype tensor), one at a time, each shared tensor under each of its names.

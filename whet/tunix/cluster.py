@@ -22,10 +22,10 @@ from whet.observe.trace import Trace
 from whet.ops import LogitsProcessors
 from whet.rollout import resolve_engine
 from whet.rollout.base import RolloutEngine
-from whet.rollout.text import as_batch, encode_texts
-from whet.storage.checkpoint import step_of
+from whet.rollout.text import as_batch, encode_prompts
+from whet.storage.checkpoint import step_number
 from whet.train.metric_reduction import Metrics
-from whet.train.role_trainer import RoleTrainer, check_ids
+from whet.train.role_trainer import RoleTrainer, check_token_ids
 from whet.train.worker import Loss
 from whet.tunix import roles
 from whet.tunix.base_rollout import BaseRolloutAdapter, is_rollout_class
@@ -133,7 +133,7 @@ class RLEngine(cluster.RLCluster):
         """The step of the newest checkpoint of checkpoint_root_directory, from which a learner goes on; 0 = none."""
         if self._restored is None:
             checkpoint = self.checkpoints.find("latest") if self.training_config.checkpoint_root_directory else None
-            self._restored = (step_of(checkpoint) or 0) if checkpoint is not None else 0
+            self._restored = (step_number(checkpoint) or 0) if checkpoint is not None else 0
         return self._restored
 
     @property
@@ -190,7 +190,7 @@ class RLEngine(cluster.RLCluster):
         encoder = self.encoder(
             mode, apply_chat_template=apply_chat_template, on_template_change="accept", on_answered="continue"
         )
-        encoded = encode_texts(encoder, as_batch(prompts))
+        encoded = encode_prompts(encoder, as_batch(prompts))
         longest = sampling.max_tokens if max_generation_steps is None else max_generation_steps
         sampling = dataclasses.replace(sampling, max_tokens=longest, return_logits=return_logits)
         seed = seed if seed is not None else config.seed
@@ -232,7 +232,7 @@ class RLEngine(cluster.RLCluster):
         eos = [eos_id] if isinstance(eos_id, int) else list(eos_id)
         batch, mask = padded_batch(prompt_tokens, completion_tokens, pad_id, eos)
         processors = None if temperature is None else LogitsProcessors(temperature=temperature, full=True)
-        check_ids(batch, self.worker(role).loaded.num_ids, f"the {role.value}")
+        check_token_ids(batch, self.worker(role).loaded.num_ids, f"the {role.value}")
         stats = self.worker(role).logprobs(batch, processors=processors, max_sequences=micro_batch_size)
         assert stats.logprobs is not None
         return pad_column(stats.logprobs, mask)
@@ -277,7 +277,7 @@ class RLEngine(cluster.RLCluster):
         """Returns the critic's values of the states before each completion token: [B, C], 0 at padding."""
         eos = [eos_id] if isinstance(eos_id, int) else list(eos_id)
         batch, mask = padded_batch(prompt_tokens, completion_tokens, pad_id, eos)
-        check_ids(batch, self.worker(Role.CRITIC).loaded.num_ids, "the critic")
+        check_token_ids(batch, self.worker(Role.CRITIC).loaded.num_ids, "the critic")
         return pad_column(self.worker(Role.CRITIC).values(batch), mask)
 
     def get_rewards(
@@ -290,7 +290,7 @@ class RLEngine(cluster.RLCluster):
         worker = self.worker(Role.REWARD)
         eos = [eos_id] if isinstance(eos_id, int) else list(eos_id)
         batch, _ = padded_batch(prompt_tokens, completion_tokens, pad_id, eos)
-        check_ids(batch, worker.loaded.num_ids, "the reward model")
+        check_token_ids(batch, worker.loaded.num_ids, "the reward model")
         return worker.scores(batch)
 
     # ---- updates -------------------------------------------------------------------------------------------------

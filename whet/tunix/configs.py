@@ -66,7 +66,7 @@ def core_config(value: T) -> T:
     Args: value: a configuration, or a mapping of modes to them; anything else is returned as it is.
 
     >>> type(core_config(GRPOConfig(algo_variant="mine"))).__module__
-    'whet.config.algo.grpo'
+    'whet.config.algo.policy'
     """
     if isinstance(value, Mapping):
         return {key: core_config(entry) for key, entry in value.items()}  # pyright: ignore[reportReturnType]

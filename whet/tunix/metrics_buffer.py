@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from whet.config import Mode
-from whet.rewards.metric_fns import reduce_metrics
+from whet.rewards.metric_fns import aggregate_metrics
 
 __all__ = ["MetricsBuffer", "MetricsBuffers"]
 
@@ -43,7 +43,7 @@ class MetricsBuffer:
             name: ([x for value in values for x in np.ravel(value)] if how is not None else values, how)
             for name, (values, how) in self.metrics.items()
         }
-        return reduce_metrics(joined)
+        return aggregate_metrics(joined)
 
 
 class MetricsBuffers:

@@ -11,7 +11,7 @@ from whet.config import TrainingConfig
 from whet.errors import ConfigError, DataError
 from whet.metrics import merge
 from whet.train.metric_reduction import REDUCTIONS, Metrics
-from whet.train.role_trainer import RoleTrainer, check_ids, per_update
+from whet.train.role_trainer import RoleTrainer, check_token_ids, per_update
 from whet.train.worker import Loss
 from whet.tunix.padded import example_to_batch
 from whet.types import TokenBatch
@@ -124,7 +124,7 @@ class Trainer(RoleTrainer):
         """Returns an item of a data set as a batch. Raises DataError: its arrays or its ids don't fit."""
         item = self._input_fn(item)
         batch = item if isinstance(item, TokenBatch) else example_to_batch(item, version=self.worker.version)
-        return check_ids(batch, self.worker.loaded.num_ids, self.worker.loaded.name)
+        return check_token_ids(batch, self.worker.loaded.num_ids, self.worker.loaded.name)
 
     def with_rl_metrics_to_log(
         self,

@@ -17,7 +17,7 @@ from whet.errors import ConfigError, lookup_error
 from whet.rollout import sampler
 from whet.rollout.base import RolloutEngine, Sampling
 from whet.rollout.build import make_sampling
-from whet.rollout.text import as_batch, encode_texts
+from whet.rollout.text import as_batch, encode_prompts
 from whet.tunix.base_rollout import TokenizerAdapter
 from whet.tunix.common import compute_per_token_logps, compute_score
 from whet.tunix.configs import CacheConfig, RolloutConfig
@@ -163,7 +163,7 @@ class RolloutWorker:
             return cluster.generate(list(prompts), **options)
         encoder = PromptEncoder.from_config(cluster.tokenizer, c, on_template_change="accept", on_answered="continue")
         groups = cluster.sample(
-            encode_texts(encoder, as_batch(list(prompts))),
+            encode_prompts(encoder, as_batch(list(prompts))),
             step=cluster.next_call() if c.seed is None else 0,
             mode="generate",
             sampling=make_sampling(c, cluster.eos_ids, cluster.tokenizer),

@@ -6,6 +6,7 @@ C completion, G group, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -99,6 +100,13 @@ class Group:
     greedy: Completion | None = None
     """The greedy completion of the prompt, if an estimator requires it. It is not in the group, and no update trains on
     it."""
+
+    @functools.cached_property
+    def last(self) -> tuple[int, ...]:
+        """The place of each trajectory's last completion, which has its whole conversation; its earlier forks have
+        parts.
+        """
+        return tuple({c.generation: place for place, c in enumerate(self.completions)}.values())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -29,7 +29,7 @@ from whet.learners.grpo import GRPOLearner
 from whet.models.load import load_model, save_model
 from whet.models.lora import adapter_tensors, merged_model
 from whet.run import builtin_observers
-from whet.run.builtin_observers import PushToHub, check_push
+from whet.run.builtin_observers import PushToHub, check_push_to_hub
 
 
 class Hub:
@@ -324,9 +324,9 @@ def test_the_hub_is_asked_about_a_token_once(monkeypatch):
 def test_a_run_that_is_to_send_its_model_is_refused_before_it_trains_where_it_can_not(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
-        check_push(RLTrainingConfig(hub_model_id="me/sums", run_dir=str(tmp_path / "a")))
+        check_push_to_hub(RLTrainingConfig(hub_model_id="me/sums", run_dir=str(tmp_path / "a")))
     with pytest.raises(ConfigError, match=r"set trainer\.run_dir"):
-        check_push(RLTrainingConfig(hub_model_id="me/sums"))
+        check_push_to_hub(RLTrainingConfig(hub_model_id="me/sums"))
 
 
 def test_no_token_and_offline_are_said_before(finished, monkeypatch):

@@ -6,9 +6,8 @@ import logging
 from helpers import cluster, completion, length_reward, prompt, rows
 
 from whet.config import DataConfig, GRPOConfig
-from whet.evaluation.sample import MAX_CHARACTERS
+from whet.evaluation.sample import MAX_CHARACTERS, describe_sample
 from whet.learners.grpo import GRPOLearner
-from whet.learners.show_samples import describe_sample
 from whet.rewards.manager import RewardManager
 from whet.types import Group
 

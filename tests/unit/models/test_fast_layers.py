@@ -103,6 +103,18 @@ def test_the_module_is_as_it_was_afterwards_also_after_an_error():
     assert {name: dict(vars(m)) for name, m in model.named_modules()} == before
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_norm_of_a_gpu_is_torchs_where_it_only_rounds_less_often(dtype):
+    model, wide, fast = qwen(dtype), qwen(torch.float64), FastLayers(qwen())
+    fast._layers = fast_layers._norms_in_one(model)  # as on a GPU
+    assert len(fast) == 9 and not fast_layers._norms_in_one(Gemma2ForCausalLM(Gemma2Config(**SIZES)).to(dtype))
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in wide.named_parameters()}
+    wide.load_state_dict({n: p.double() for n, p in model.state_dict().items()})
+    exact, found, own = run(wide), run(model, fast), run(model)
+    off = lambda numbers: sum((numbers[n].double() - exact[n]).square().sum() for n in exact).sqrt()
+    assert off(found) < 1.1 * off(own)
+
+
 def test_layers_of_another_formula_keep_their_own_forward():
     torch.manual_seed(0)
     gemma = Gemma2ForCausalLM(Gemma2Config(**SIZES))  # norms of 1 + w, an MLP of gelu

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from whet.config import LoraConfig, OptimConfig
 from whet.errors import ConfigError
 from whet.models.load import load_model, save_model
-from whet.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_tensors, merged_model
+from whet.models.lora import adapter_tensors, merged_model
 from whet.models.lora_layers import Adapter, merged_weights
+from whet.storage.model_paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from whet.train.worker import ModelWorker
 
 peft = pytest.importorskip("peft")

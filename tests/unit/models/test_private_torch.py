@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from whet.rollout.engine import layouts
-from whet.train import optim
+from whet.train import optimizer
 from whet.util.tensor_subclasses import is_wrapper_subclass
 
 ROOT = Path(__file__).parents[3]
@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[3]
 def test_gradients_are_scaled_alike_without_the_call_for_many_tensors(monkeypatch):
     grads = [torch.arange(4.0), torch.ones(2, 2)]
     alone = [g.clone() for g in grads]
-    optim._scale(grads, 0.3)
-    monkeypatch.setattr(optim, "_SCALE_ALL", None)
-    optim._scale(alone, 0.3)
+    optimizer._scale(grads, 0.3)
+    monkeypatch.setattr(optimizer, "_SCALE_ALL", None)
+    optimizer._scale(alone, 0.3)
     assert all(torch.equal(a, b) for a, b in zip(grads, alone, strict=True))
 
 

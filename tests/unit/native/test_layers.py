@@ -16,7 +16,7 @@ from whet.models import fast_layers
 from whet.native import build, layers
 from whet.native.build import Unavailable, load_functions, load_library
 from whet.native.layers import LayerKernels, layer_kernels
-from whet.native.self_check import Comparison, allclose, self_check
+from whet.native.self_check import KernelComparison, allclose, self_check
 
 pytestmark = pytest.mark.skipif(isinstance(load_library("layers"), Unavailable), reason="no kernels can be built here")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -509,7 +509,7 @@ def test_a_trial_sees_no_mode_of_who_asks_and_a_note_is_said_once(fresh, caplog)
 
     def trial(found):
         seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
-        return [Comparison("they differ", torch.full((2,), 1.0 + found), torch.ones(2), 0.5)]
+        return [KernelComparison("they differ", torch.full((2,), 1.0 + found), torch.ones(2), 0.5)]
 
     with torch.inference_mode():
         found = [self_check(x, trial) for x in (0, 1, Unavailable("no compiler"))]

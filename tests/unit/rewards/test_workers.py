@@ -247,10 +247,10 @@ def test_no_process_outlives_the_trainer(file, tmp_path, how):
     program = f"""
     import sys
     from whet.rewards.function_info import FunctionRef
-    from whet.rewards.workers import Call, RewardWorkers
+    from whet.rewards.workers import RewardCall, RewardWorkers
     assert "torch" not in sys.modules
     workers = RewardWorkers({{"started": FunctionRef(ref={file + ":started"!r})}}, 2)
-    workers.call({{"started": Call(kwargs={{"completions": [{str(noted)!r}]}}, ids=["0_0"])}}, timeout_s=None)
+    workers.call({{"started": RewardCall(kwargs={{"completions": [{str(noted)!r}]}}, ids=["0_0"])}}, timeout_s=None)
     """
     trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stderr=subprocess.DEVNULL)
     end = time.monotonic() + 60

@@ -15,7 +15,7 @@ from whet.learners.kl_penalty import kl_penalty_in_advantage, kl_penalty_in_rewa
 from whet.learners.ppo import PPOLearner, _split_mini_batch
 from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns, aggregate, estimate, token_weights
 from whet.rl2.translate import translate_command
-from whet.train.optim import Optim
+from whet.train.optimizer import Optim
 from whet.types import Group, LossInputs, TokenBatch
 
 COMMAND = [

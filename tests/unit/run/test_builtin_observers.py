@@ -78,7 +78,7 @@ def worker():
 @pytest.fixture
 def train(worker, tmp_path, monkeypatch):
     """Runs steps whose `entropy` and evaluations are scripted."""
-    monkeypatch.setattr("whet.run.run.check_inputs", lambda *_, **__: None)
+    monkeypatch.setattr("whet.run.run.check_same_inputs", lambda *_, **__: None)
 
     def run_of(steps, evals=None, entropy=None, *, learned=None, name="run", keep=1, observers=(), each=1, **fields):
         config = TrainingConfig(

@@ -11,7 +11,7 @@ from whet.errors import CheckpointError, ConfigError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.step import Step
 from whet.run.observer import Observer, Observers, TrainerControl
-from whet.storage.run_state_validation import check_storable, read_run_state
+from whet.storage.run_state import check_storable, read_run_state
 
 NEVER = CheckpointingOptions(save_interval_s=1e9, max_to_keep=9)
 EVENTS = [name for name in vars(Observer) if name.startswith("on_")]

@@ -17,7 +17,7 @@ from whet.errors import CheckpointError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.rl_task import RLTask
 from whet.run import provenance
-from whet.run.provenance import check_inputs, weights_digest
+from whet.run.provenance import check_same_inputs, weights_digest
 from whet.run.random_state import random_state, set_derived_random_state, set_random_state
 from whet.util.tensor_sums import BLOCK
 
@@ -152,14 +152,14 @@ def test_only_models_that_are_read_have_their_weights_noted_and_only_the_users_c
 
 
 def test_the_source_of_objects_references_and_builtins():
-    assert [provenance.source_of(fn)[0] for fn in (len, "no_such_module:name", "math:sqrt")] == [None] * 3
+    assert [provenance.function_source(fn)[0] for fn in (len, "no_such_module:name", "math:sqrt")] == [None] * 3
     wrapped = functools.wraps(_metrics)(lambda **_: {})
     wrapped.__code__ = length_reward.__code__  # written elsewhere than what it wraps
     for fn in (wrapped, Judge(), Judge, Judge().__call__, functools.partial(_metrics)):
-        assert provenance.source_of(fn)[0] == __file__, fn
+        assert provenance.function_source(fn)[0] == __file__, fn
     made = {}
     exec("def f(): pass", made)
-    assert provenance.source_of(made["f"]) == [None, None]
+    assert provenance.function_source(made["f"]) == [None, None]
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_the_source_of_objects_references_and_builtins():
 
 def test_the_same_is_taken_in_silence(learner, caplog):
     now = reads(learner, [prompt("a")])
-    check_inputs(copy.deepcopy(now), now, allow=False)
+    check_same_inputs(copy.deepcopy(now), now, allow=False)
     assert not caplog.messages
 
 
@@ -195,9 +195,9 @@ def test_a_difference_is_refused_by_name_and_can_be_allowed(learner, change, sai
     old = copy.deepcopy(now)
     change(old)
     with pytest.raises(CheckpointError, match=said):
-        check_inputs(old, now, allow=False)
+        check_same_inputs(old, now, allow=False)
     if "unexpected format" not in said:
-        check_inputs(old, now, allow=True)
+        check_same_inputs(old, now, allow=True)
         assert "models, tokenizer or evaluation data differ from the checkpoint's; continuing" in caplog.text
 
 
@@ -208,13 +208,13 @@ def test_what_cannot_be_compared_is_no_difference(learner, caplog):
     old["models"]["actor"]["config"] |= {"gone": 1}
     del old["models"]["actor"]["config"]["rms_norm_eps"]  # which that version did not know
     old["models"]["critic"] = {}
-    check_inputs(old, now, allow=False)
+    check_same_inputs(old, now, allow=False)
     assert not caplog.messages
     old["models"]["reference"] |= {"weights": "ab", "dtype": "torch.bfloat16"}
-    check_inputs(old, now, allow=False)
+    check_same_inputs(old, now, allow=False)
     assert "reference: weights are not compared: they are torch.float32, not torch.bfloat16" in caplog.text
     del old["models"]["reference"]
-    check_inputs(old, now, allow=False)
+    check_same_inputs(old, now, allow=False)
 
 
 def test_code_that_changed_is_said_once_for_each_file(learner, caplog):
@@ -223,7 +223,7 @@ def test_code_that_changed_is_said_once_for_each_file(learner, caplog):
     for what in ("metric function 0", "algo.advantage_estimator"):
         old["code"][what][1] = "other"
     old["code"]["reward function gone"] = old["code"].pop("reward function length_reward")
-    check_inputs(old, now, allow=False)
+    check_same_inputs(old, now, allow=False)
     said = [m.partition(";")[0] for m in caplog.messages]
     assert said[1:] == [
         f"{__file__} has changed since the checkpoint: metric function 0, algo.advantage_estimator",

@@ -5,27 +5,22 @@ import pytest
 from chat_templates import QWEN, QWEN3, TOOLS, tokenizer_with
 from served import post, saying, send, serving
 
+from whet.data.templates import ChatTemplate
+from whet.envs.sessions import ChatRenderer, Session
 from whet.rollout.base import Output
-from whet.serve.sessions import Session
 
 
-class Template:
+class Template(ChatRenderer):
     """A renderer of a chat template over bytes."""
 
     def __init__(self, text):
-        self.tokenizer = tokenizer_with(text)
-        self.end_marks = {self.tokenizer.eos_token_id: "<|im_end|>"}
+        tokenizer = tokenizer_with(text)
+        super().__init__(tokenizer, ChatTemplate(tokenizer, {"enable_thinking": True}), [tokenizer.eos_token_id])
         self.encoded = []
-
-    def render(self, messages, tools, options, *, asks):
-        more = {"tools": list(tools)} if tools else {}
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=asks, **more, **options
-        )
 
     def encode(self, text):
         self.encoded.append(text)
-        return np.array(self.tokenizer(text, add_special_tokens=False).input_ids, np.int32)
+        return super().encode(text)
 
 
 def user(text):

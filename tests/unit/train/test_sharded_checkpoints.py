@@ -12,13 +12,13 @@ from whet.config.lora import LoraConfig
 from whet.data.tokenizer import byte_tokenizer, load_tokenizer
 from whet.errors import CheckpointError, ConfigError
 from whet.models.load import load_model
-from whet.models.lora import ADAPTER_WEIGHTS, add_adapter, save_adapter
+from whet.models.lora import add_adapter, save_adapter
 from whet.ops import nll
 from whet.parallel import shards
+from whet.storage.model_paths import ADAPTER_WEIGHTS, model_folder
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import ModelWorker
-from whet.util.model_paths import model_folder
 
 STATE = {"step": 1, "tokens": 0, "inputs": {}, "observers": {}, "random": {}, "settings": {}, "stream": {}}
 
@@ -82,8 +82,9 @@ def test_a_model_is_loaded_from_a_sharded_checkpoint(tmp_path, monkeypatch):
     assert saved.keys() == whole.keys() and all(torch.equal(saved[n], whole[n]) for n in whole)
     (folder / "sums.json").write_text("{}")  # another checkpoint, as far as the cache can tell
     next((folder / "shards").iterdir()).write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"can't read the weights in .*shards: .*; take another checkpoint"):
+    with pytest.raises(ConfigError, match=r"shards can't be read: .*; take another checkpoint") as caught:
         model_folder(folder)
+    assert str(caught.value).count(str(folder)) == 1
 
 
 @pytest.mark.parametrize("options", [{"sharded": True}, {"enable_async_checkpointing": True}])

@@ -523,7 +523,7 @@ def test_a_revision_in_model_init_kwargs_is_that_of_model_and_tokenizer(tmp_path
         asked.append(named)
         return str(tmp_path / "base")
 
-    monkeypatch.setattr("whet.util.model_paths._snapshot", snapshot)
+    monkeypatch.setattr("whet.storage.model_paths._snapshot", snapshot)
     pin = {"model_init_kwargs": {"revision": "v1"}}
     made = trainer(tmp_path, model="org/tiny", processing_class=None, **pin)
     assert set(asked) == {("org/tiny", "v1")} and len(asked) > 1

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 from whet.hub.base_model import find_base_model, find_licence
-from whet.util.model_paths import model_folder
+from whet.storage.model_paths import model_folder
 
 gguf = pytest.importorskip("gguf")
 

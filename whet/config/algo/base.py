@@ -1,4 +1,4 @@
-"""AlgorithmConfig: the fields of every algorithm, and the checks that each choice extends."""
+"""AlgorithmConfig: the fields of every algorithm, and their checks."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class AlgorithmConfig:
     """Clip the KL estimate of each token to plus and minus this; None = off."""
 
     def __post_init__(self) -> None:
-        """Checks the ranges. Each choice calls this check first and adds its own."""
+        """Checks the ranges."""
         if self.kl_clamp_value is not None and self.kl_clamp_value <= 0:
             raise ConfigError(f"kl_clamp_value must be positive, got {self.kl_clamp_value!r}; None turns it off")
         clip = self.reward_clip_range

@@ -10,7 +10,7 @@ An estimator is fn(rewards, group_ids, *, ...) -> [J]. One that needs more is fn
   (reinforce with global_norm, reinforce_plus_plus, remax) need not give 0.
 - AdvantageInputs.returns and .rewards_by_token add the rewards of single tokens to the outcome.
 
-whet.config.algo.advantage.NEED_GROUPS lists the estimators that need groups, because whet.config works without torch.
+whet.config.algo.policy.NEED_GROUPS lists the estimators that need groups, because whet.config works without torch.
 """
 
 from __future__ import annotations

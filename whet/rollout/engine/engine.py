@@ -34,7 +34,7 @@ from whet.rollout.engine.prefix_cache import CachedSequence, PrefixCache, common
 from whet.rollout.engine.runner import Runner, StepOutput
 from whet.rollout.engine.scheduler import Prefix, Scheduler
 from whet.rollout.in_flight import InFlightRequest
-from whet.rollout.requests import SamplingPlan, check_ids, check_request, make_plan
+from whet.rollout.requests import SamplingPlan, check_request, check_request_ids, make_plan
 from whet.rollout.stopping import Decode
 from whet.types import FinishReason
 
@@ -151,7 +151,7 @@ class EmbeddedEngine:
 
         Raises: EngineError: one of them could never fit, or its id is in flight; none is queued then.
         """
-        check_ids(requests, self._in_flight)
+        check_request_ids(requests, self._in_flight)
         for r in requests:
             check_request(
                 r,
@@ -231,7 +231,7 @@ class EmbeddedEngine:
                         self._postprocess(*self._run_prefill(admitted))
                     if self._rows and not self._finished:
                         self._postprocess(self._run_decode())
-                    if timeout_s is not None and time.monotonic() - start >= timeout_s:
+                    if timeout_s is not None and self._agree(time.monotonic() - start >= timeout_s):
                         break
         except BaseException:
             self._requeue()
@@ -239,6 +239,10 @@ class EmbeddedEngine:
             raise
         finished, self._finished = self._finished, []
         return finished
+
+    def _agree(self, is_late: bool) -> bool:
+        """Returns whether the time of a step is up. Args: is_late: whether it is by this process's clock."""
+        return is_late
 
     def _schedule(self) -> list[tuple[InFlightRequest, Prefix]]:
         """Admits what fits into the batch, and returns unused memory to make it fit. Returns: [] = nothing fits."""

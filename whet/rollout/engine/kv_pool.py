@@ -22,40 +22,37 @@ from torch import Tensor
 from whet.errors import format_exception
 from whet.models import varlen
 from whet.models.attention import Layout
-from whet.models.flex import TOLERANCE, run_apart
+from whet.models.flex import TOLERANCE, run_in_thread
 from whet.rollout.engine.growing_memory import GrowingMemory, make_memory
 
 __all__ = ["KVPool", "PoolCase", "PoolLayout", "SequenceTables", "pool_unsupported_reason"]
 
 log = logging.getLogger("whet")
 
-MIN_PLACES = 512
-"""Places allocated at first."""
-
 
 class KVPool:
     """KV of prompts and rows: for each layer a tensor [P, 2 K, D], keys before values.
 
-    Args: capacity: the most places in use; place 0 comes before them. device: of the memory. make: makes a layer's
-        memory, see make_memory. slack: allocate more than needed, so that it grows in fewer steps.
+    Args: capacity: the most places in use; place 0 comes before them. device: of the memory. longest: the most keys of
+        a sequence; None = capacity. make: makes a layer's memory, see make_memory.
 
     >>> pool = KVPool(100, torch.device("cpu"))
     >>> pool.reserve(40)
     >>> pool.layer(0, torch.ones(1, 4, 8), kv=1)[1:3, :2] = 7.0  # rows of 4 heads, of which 1 + 1 are keys and values
     >>> keys, values = pool.read(1, 2)[0]
     >>> keys.shape, pool.places
-    (torch.Size([1, 2, 8]), 100)
+    (torch.Size([1, 2, 8]), 40)
     """
 
     def __init__(
         self,
         capacity: int,
         device: torch.device,
-        make: Callable[[int, torch.device], GrowingMemory] = make_memory,
         *,
-        slack: bool = True,
+        longest: int | None = None,
+        make: Callable[[int, torch.device], GrowingMemory] = make_memory,
     ) -> None:
-        self.capacity, self.device, self._make, self._slack = capacity, device, make, slack
+        self.capacity, self.longest, self.device, self._make = capacity, longest or capacity, device, make
         self.places = 0
         """Places allocated, without place 0."""
         self._memory: dict[int, GrowingMemory] = {}
@@ -76,7 +73,7 @@ class KVPool:
     def reserve(self, places: int) -> None:
         """Allocates at least this many places; the content is kept."""
         if places > self.places:
-            self._resize(min(self.capacity, max(MIN_PLACES, places + places // 4)) if self._slack else places)
+            self._resize(places)
 
     def shrink(self, places: int) -> None:
         """Frees what lies above this many places; 0 = everything."""
@@ -223,7 +220,7 @@ def _step_tables(
     """Returns the tables of a step, whose prompts are the first R sequences. Args: see of_step; lengths of own keys."""
     firsts = torch.cat([prompt_starts, starts, starts[:1]]).to(torch.int32)
     used = torch.cat([prompt_lengths, lengths]).to(torch.int32)
-    return SequenceTables(ends=ends, starts=firsts, used=used, longest=(1, pool.capacity))
+    return SequenceTables(ends=ends, starts=firsts, used=used, longest=(1, pool.longest))
 
 
 def _varlen(
@@ -270,7 +267,7 @@ def pool_unsupported_reason(case: PoolCase) -> str | None:
     if case.dtype.itemsize != 2:
         return f"varlen_attn has no {case.dtype}"
     try:
-        reason = run_apart(case.device, lambda: _difference(case))
+        reason = run_in_thread(case.device, lambda: _difference(case))
     except Exception as error:  # an older torch, and GPUs, head sizes and options that the kernel does not take
         reason = f"it fails: {format_exception(error, 200)}"
     if reason is not None:
@@ -282,7 +279,7 @@ def _difference(case: PoolCase) -> str | None:
     """Compares decode steps and prompts with attention written out. Returns: the first difference that is too large."""
     random, limit = torch.Generator().manual_seed(0), TOLERANCE[case.dtype]
     draw = lambda *shape: torch.randn(shape, generator=random).to(case.device, case.dtype)
-    pool = KVPool(400, case.device, GrowingMemory)
+    pool = KVPool(400, case.device, make=GrowingMemory)
     pool.reserve(400)
     whole = pool.layer(0, draw(1, 1, case.size), kv=case.kv)
     whole.copy_(draw(*whole.shape))

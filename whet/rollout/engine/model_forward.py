@@ -8,13 +8,14 @@ Left out on purpose: any choice by timing. The same model on the same machine ta
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from whet.errors import EngineError
 from whet.models.attention import Layout
+from whet.models.fast_layers import FastLayers
 from whet.models.loaded_model import LoadedModel
 from whet.models.modes import eval_mode
 from whet.native.build import Unavailable
@@ -41,13 +42,14 @@ class ModuleForward:
         """Changes when a tensor that a step reads has moved."""
         self.kernels: DecodeKernels | None = None
         """The native kernels of a decode step; None = torch's."""
+        self._as_trained = FastLayers(loaded.module).enabled if self.device.type == "cuda" else nullcontext
         self._backbone: nn.Module = loaded.module.get_decoder()  # pyright: ignore
         self._head: nn.Module = loaded.module.get_output_embeddings()  # pyright: ignore
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context of all work: no gradient, eval mode, the model's device."""
-        with on_device(self.device), torch.no_grad(), eval_mode(self.loaded.module):
+        """Context of all work: no gradient, eval mode, the model's device; on a GPU the layers of training."""
+        with on_device(self.device), torch.no_grad(), eval_mode(self.loaded.module), self._as_trained():
             yield
 
     def pool_case(self) -> PoolCase | str:

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from whet.models.attention import Layout
+from whet.models.config_sizes import kv_bytes_per_token
 from whet.models.loaded_model import LoadedModel
 from whet.models.modes import max_positions
 from whet.rollout.engine.cuda_graph import MAX_ROWS, StepGraphs, padded_rows
@@ -24,12 +26,15 @@ from whet.rollout.engine.places import Places
 from whet.rollout.engine.runner import NUM_STORED, TOKEN, Runner
 from whet.rollout.engine.scheduler import Prefix
 from whet.rollout.in_flight import InFlightRequest
+from whet.util.device import available_memory, on_device
 from whet.util.transfer import to_device
 
 __all__ = ["PoolRunner"]
 
 START, PROMPT_START, PROMPT_LENGTH = range(6, 9)
 """Further rows of the state: the first place of its drawn tokens, that of its prompt, and the prompt's tokens."""
+KV_SHARE = 0.9
+"""The most of the free memory that keys and values may take, if nothing bounds them."""
 MAX_LENGTH = 1 << 17
 """Tokens of the longest sequence of a model that names no limit."""
 
@@ -38,7 +43,7 @@ class PoolRunner(Runner):
     """Runs what the engine has scheduled, on a KVPool.
 
     Args: loaded, forward, max_batch, prefill_tokens: see Runner. kv_cache_tokens: of the pool; None = as many as
-        max_batch of the longest sequences have. make: makes a layer's memory.
+        max_batch of the longest sequences have, or as there is memory for now. make: makes a layer's memory.
     """
 
     def __init__(
@@ -54,13 +59,19 @@ class PoolRunner(Runner):
         super().__init__(loaded, forward, max_batch=max_batch, prefill_tokens=prefill_tokens)
         longest = max_positions(loaded.module) or MAX_LENGTH
         capacity = kv_cache_tokens or max_batch * longest
+        free = None if kv_cache_tokens else available_memory(self.device)
+        if free is not None:
+            config, itemsize = loaded.module.config.get_text_config(), next(loaded.module.parameters()).dtype.itemsize
+            capacity = max(1, min(capacity, int(free * KV_SHARE) // kv_bytes_per_token(config, itemsize)))
         self.places = Places(capacity)
-        self.pool = KVPool(capacity, self.device, make, slack=kv_cache_tokens is None)
+        self.pool = KVPool(capacity, self.device, longest=min(longest, capacity), make=make)
         self.graphs = StepGraphs(self.device)
         rows = padded_rows(max_batch)
         self.state = torch.zeros(9, rows, dtype=torch.long, device=self.device)
         self._ends = torch.arange(2 * rows + 1, dtype=torch.int32, device=self.device)
-        forward.join_products()
+        is_one = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+        if is_one:  # FSDP makes and frees the memory of parameters
+            forward.join_products()
         forward.ensure_positions(min(longest, capacity))
 
     @property
@@ -152,10 +163,12 @@ class PoolRunner(Runner):
     def release(self) -> None:
         """See Runner; graphs stay valid where the memory comes back at its address."""
         super().release()
-        self.pool.shrink(0)
+        with on_device(self.device):
+            self.pool.shrink(0)
 
     def close(self) -> None:
         """Frees everything, graphs and addresses too."""
         self.release()
         self.graphs.clear()
-        self.pool.close()
+        with on_device(self.device):
+            self.pool.close()

@@ -96,10 +96,13 @@ class Scheduler:
         new, row = request.sampling.max_tokens, padded_length(len(request.tokens))
         if request.offset:  # its earlier tokens take no more room than was reserved for them: see _row_length
             row = min(row, padded_length(len(request.tokens) - request.offset) + request.offset)
-        if self.kv_cache_tokens is not None and row + new > self.kv_cache_tokens:
+        bound = self.kv_cache_tokens if self.pool is None else self.pool.capacity
+        if self.pool is not None:
+            row = len(request.tokens)
+        if bound is not None and row + new > bound:
             raise EngineError(
                 f"request {request.id} can never fit: {len(request.tokens)} prompt tokens (a row of {row}) + {new} new "
-                f"tokens = {row + new}, the cache holds {self.kv_cache_tokens}; raise rollout.kv_cache_tokens, or "
+                f"tokens = {row + new}, the cache holds {bound}; raise rollout.kv_cache_tokens, or "
                 "shorten the prompt or max_tokens"
             )
 

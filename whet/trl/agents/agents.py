@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from whet.config import Mode
+from whet.envs.multi_turn import PROMPT
 from whet.envs.recorded import DivergedError, RecordedAnswers, RngKey, Tape
 from whet.envs.tool_calls import ToolTemplate
-from whet.envs.tool_episodes import PROMPT, ToolEpisodes
+from whet.envs.tool_episodes import ToolEpisodes
 from whet.envs.tools import ToolLimits, Tools
 from whet.errors import ConfigError, DataError
 from whet.models.modes import max_positions

@@ -20,8 +20,8 @@ from whet.models.load import load_model
 from whet.models.lora import add_adapter
 from whet.models.lora_layers import Adapter
 from whet.models.prompt_tuning import is_prompt_tuned
+from whet.storage.model_paths import model_folder
 from whet.trl.config.arguments import WrongArgument
-from whet.util.model_paths import model_folder
 
 __all__ = [
     "model_name",

@@ -7,27 +7,27 @@ history forks the episode.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from whet.envs.environment import ENVIRONMENT_REWARD
 from whet.envs.failures import EpisodeFailures
-from whet.envs.multi_turn import stand_in
+from whet.envs.multi_turn import run_turns
+from whet.envs.sessions import Session
 from whet.errors import InfrastructureError, RewardError
 from whet.rewards.checked_values import check_values, error_from_exception
-from whet.rollout.base import Sampling
+from whet.rollout.base import Output, Sampling
 from whet.rollout.driver import Episode, Turns
 from whet.rollout.external_calls import CallTimeoutError, ExternalCall
-from whet.serve.agent_episodes import sequence_completion
+from whet.serve.agent_episodes import split_messages
 from whet.serve.run_model import RunModel
-from whet.serve.sessions import Session
 from whet.tunix.agentic.agents import TrajectoryStatus
 from whet.tunix.agentic.collect import TrajectoryCollectEngine, message_texts
-from whet.types import Completion, FinishReason
+from whet.types import FinishReason, Message
 
 __all__ = ["AgenticEpisodes"]
 
@@ -62,74 +62,80 @@ class AgenticEpisodes:
         return self.failures.run_with_retries(episode, lambda: self._run_once(episode, sampling))
 
     def _run_once(self, episode: Episode, sampling: Sampling) -> Turns:
-        session, last = Session(self.model), "stop"
+        session, reason = Session(self.model), "stop"
         engine: TrajectoryCollectEngine | None = None
         try:
             engine = yield from _wait(lambda: self._begin(episode), "reset of the environment", "reset", None)
             assert engine is not None
-            while engine.has_turn():
-                turn = session.begin(message_texts(engine.agent.chat_completions), (), {})
-                room = self._room(engine, session, turn.tokens)
-                if room < 1:
+            if engine.has_turn():
+                transcript, status = _AgentTranscript(engine, self.model, session), "out of context"
+                if transcript.room(transcript.context) > 0:
+                    respond = functools.partial(_respond, engine, session, episode)
+                    reason, status = yield from run_turns(
+                        episode, sampling, transcript, respond, room=transcript.room, max_turns=None
+                    )
+                if status == "error":
+                    raise InfrastructureError(f"the engine gave up a turn of the model (finish_reason {reason!r})")
+                if status == "out of context":
                     engine.status = TrajectoryStatus.MAX_CONTEXT_LIMIT_REACHED
-                    break
-                limited = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-                output = yield episode.request(turn.tokens, limited, conversation=hash(episode.rng_key))
-                last = output.finish_reason
-                if last in ("abort", "error"):
-                    raise InfrastructureError(f"the engine gave up a turn of the model (finish_reason {last!r})")
-                text = self.model.decode(output.tokens)
-                session.end(turn, output, {"role": "assistant", "content": text})
-                engine.used += len(output.tokens)
-                try:
-                    take = lambda engine=engine, text=text: engine.take_turn(text)
-                    yield from _wait(take, "step of the environment", "step", engine.remaining_s)
-                except _LateError as error:
-                    engine.status = TrajectoryStatus.ENV_TIMEOUT
-                    log.warning("%s: the episode of row %d has no reward", error, episode.prompt.row)
             yield from _wait(engine.finish, "final_reward_fn or close of the environment", "reward", 150.0)
             if engine.status is not TrajectoryStatus.ENV_TIMEOUT:
                 episode.rewards[ENVIRONMENT_REWARD] = _checked_reward(engine, episode)
-            info, reason = dict(RECORDS[engine.status]), _reason(engine, last)
+            info, reason = RECORDS[engine.status], _reason(engine, reason)
         except RewardError as error:
-            info, reason = dict(self.failures.add(error, episode)), "error"
-        return self._completions(episode, session, engine, info, reason)
+            info, reason = self.failures.add(error, episode), "error"
+        rewards = [] if engine is None else [float(step.reward or 0.0) for step in engine.agent.trajectory.steps]
+        turn_rewards = rewards if len(rewards) == session.turns and any(rewards) else ()
+        split = functools.partial(split_messages, episode.prompt.source)
+        return session.completions(episode, info, reason, split, turn_rewards)
 
     def _begin(self, episode: Episode) -> TrajectoryCollectEngine:
         engine = self.start(episode)
         engine.begin()
         return engine
 
-    def _room(self, engine: TrajectoryCollectEngine, session: Session, context: np.ndarray) -> int:
-        """Returns the tokens that are left for a turn. Counts those used. Args: context: of the turn."""
-        used = len(context) - len(session.sequences[0].prefix) if session.sequences else 0
-        engine.used = max(engine.used, used)
+
+class _AgentTranscript:
+    """The transcript of an agent, for `run_turns`: an answer is the agent's whole history."""
+
+    def __init__(self, engine: TrajectoryCollectEngine, model: RunModel, session: Session) -> None:
+        self.engine, self.model, self.session = engine, model, session
+        self.add_answer(message_texts(engine.agent.chat_completions))
+
+    @property
+    def context(self) -> np.ndarray:
+        return self._turn.tokens
+
+    def add_turn(self, output: Output) -> None:
+        message = {"role": "assistant", "content": self.model.decode(output.tokens)}
+        self.session.end(self._turn, output, message)
+        self.engine.used += len(output.tokens)
+
+    def add_answer(self, messages: Sequence[Message]) -> None:
+        self._turn = self.session.begin(messages, (), {})
+
+    def remove_answer(self) -> None:
+        """Does nothing: the session has only turns that have ended."""
+
+    def room(self, context: np.ndarray) -> int:
+        """Returns the tokens that are left for a turn. Counts those used."""
+        engine, sequences = self.engine, self.session.sequences
+        engine.used = max(engine.used, len(context) - len(sequences[0].prefix) if sequences else 0)
         rooms = [self.model.room(context)]
         if engine.max_response_length is not None:
             rooms.append(engine.max_response_length - engine.used)
         return min((room for room in rooms if room is not None), default=1 << 30)
 
-    def _completions(
-        self,
-        episode: Episode,
-        session: Session,
-        engine: TrajectoryCollectEngine | None,
-        info: dict[str, Any],
-        reason: FinishReason,
-    ) -> list[Completion]:
-        """Returns the sequences to train on. Args: info, reason: how the episode ended."""
-        info["turns"] = session.turns
-        if episode.attempts > 1:
-            info["attempts"] = episode.attempts
-        if session.forks:
-            info["forks"] = session.forks
-        if not session.sequences:
-            return [stand_in(episode, info, reason)]
-        of_turn = {}
-        steps = [] if engine is None else engine.agent.trajectory.steps
-        if len(steps) == session.turns and any(step.reward for step in steps):
-            of_turn = {id(o): float(step.reward) for o, step in zip(session.outputs, steps, strict=True)}
-        return [sequence_completion(sequence, episode, info, reason, of_turn) for sequence in session.sequences]
+
+def _respond(engine: TrajectoryCollectEngine, session: Session, episode: Episode) -> Generator[Any, Any, list[Message]]:
+    """Gives the last turn to the agent. Returns: the agent's history; [] = the episode ends."""
+    text = session.nodes[-1].messages[-1]["content"]
+    try:
+        yield from _wait(lambda: engine.take_turn(text), "step of the environment", "step", engine.remaining_s)
+    except _LateError as error:
+        engine.status = TrajectoryStatus.ENV_TIMEOUT
+        log.warning("%s: the episode of row %d has no reward", error, episode.prompt.row)
+    return message_texts(engine.agent.chat_completions) if engine.has_turn() else []
 
 
 class _LateError(Exception):

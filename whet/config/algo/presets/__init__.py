@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from whet.config.algo.grpo import GRPOConfig
-from whet.config.algo.policy import PolicyConfig
+from whet.config.algo.policy import GRPOConfig, PolicyConfig
 from whet.config.algo.ppo import PPOConfig
 from whet.config.algo.presets.libraries import rl2_ppo, rl2_reinforce, trl_grpo, trl_rloo
 from whet.config.algo.presets.papers import (

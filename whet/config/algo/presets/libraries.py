@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from whet.config.algo.grpo import GRPOConfig
+from whet.config.algo.policy import GRPOConfig
 from whet.config.algo.ppo import PPOConfig
 
 __all__ = ["rl2_ppo", "rl2_reinforce", "trl_grpo", "trl_rloo"]

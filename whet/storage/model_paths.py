@@ -1,20 +1,27 @@
 """Resolves the source of a model: a folder, a run, a checkpoint, or a hub name.
 
+The weights of a sharded checkpoint are put together once, in a folder in the user's cache.
+
 Left out on purpose: downloads of hub names without a revision, which transformers does.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from whet.errors import ConfigError, format_exception, format_value, nearest
+from whet.errors import CheckpointError, ConfigError, format_exception, format_value, nearest
+from whet.util.conversion_cache import convert_once
 from whet.util.gguf import convert_gguf, gguf_file
 from whet.util.references import check_access
-from whet.util.sharded_weights import assemble_shards
 
 __all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_WEIGHTS",
+    "PEFT_PREFIX",
     "check_hub",
     "find_runs",
     "hub_unreachable_reason",
@@ -24,7 +31,10 @@ __all__ = [
     "split_revision",
 ]
 
-MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json")
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+"""The prefix of every name in PEFT's files: the name of the model inside PEFT's wrapper, which is not used here."""
+MODEL_FILES = ("config.json", ADAPTER_CONFIG, "tokenizer.json", "tokenizer_config.json")
 """A folder with one of these files has a model or a tokenizer, and so has the hub cache."""
 RUN_FILES = ("metrics.jsonl", "config.yaml")
 """A folder with one of these files is a run."""
@@ -84,7 +94,7 @@ def model_folder(source: str | Path) -> str:
         raise ConfigError(f"{name} is a file; give its folder")
     for place in (folder, folder / "actor"):
         if _is_model(place) and (place.parent / "shards").is_dir() and not any(place.glob("*.safetensors")):
-            return assemble_shards(place)
+            return _assemble_shards(place)
     if any((folder / file).is_file() for file in MODEL_FILES):
         return str(folder)
     for part in (folder / "final", folder / "actor"):
@@ -103,6 +113,44 @@ def model_folder(source: str | Path) -> str:
         content = ", ".join(sorted(_list_names(folder))[:8]) or "nothing"
         raise ConfigError(f"{name} has no model, tokenizer or run, but {content}; give the folder of one")
     return str(folder)
+
+
+def _assemble_shards(place: Path) -> str:
+    """Puts the weights of a model or an adapter in a sharded checkpoint together, if the cache lacks them.
+
+    Args: place: the model's folder in the checkpoint, with its config and tokenizer; the weights are in `shards` beside
+        it.
+    Returns: the folder in the user's cache. It holds the fp32 master weights, as a whole checkpoint does.
+    Raises: ConfigError: the shards can't be read, or the cache can't be written.
+    """
+    sums = place.parent / "sums.json"
+    digest = hashlib.blake2b(sums.read_bytes() if sums.is_file() else str(place.resolve()).encode(), digest_size=8)
+    name = f"checkpoints/{place.parent.name}-{place.name}-{digest.hexdigest()}"
+    try:
+        return convert_once(place, name, lambda folder: _write_assembled(place, folder))
+    except ConfigError:
+        raise
+    except Exception as error:
+        cause = error if isinstance(error, CheckpointError) else f"can't assemble {place}: {format_exception(error)}"
+        raise ConfigError(f"{cause}; take another checkpoint, or final/ of the finished run") from error
+
+
+def _write_assembled(place: Path, folder: Path) -> None:
+    """Writes the weights, and copies the other files of the model, to an empty folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    from whet.storage.shards import read_tensors, saved_tensors
+
+    shards, prefix = place.parent / "shards", f"{place.name}.model."
+    weights = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in saved_tensors(shards, prefix).items()}
+    read_tensors(shards, weights, prefix)
+    is_adapter = (place / ADAPTER_CONFIG).is_file()
+    name, start = (ADAPTER_WEIGHTS, PEFT_PREFIX) if is_adapter else ("model.safetensors", "")
+    save_file({f"{start}{key}": tensor for key, tensor in weights.items()}, folder / name, metadata={"format": "pt"})
+    for file in place.iterdir():
+        if file.name != "state.pt":
+            shutil.copy(file, folder)
 
 
 def _snapshot(name: str, revision: str | None) -> str:
@@ -131,7 +179,7 @@ def resolved_path_message(source: str, folder: str) -> str:
             break
         newer.append(run.name)
     unfinished = f" ({', '.join(newer)}: newer, and not finished)" if newer else ""
-    return f"{source}: taking {folder}{unfinished}"
+    return f"{source}: using {folder}{unfinished}"
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -158,7 +206,7 @@ def _newest_final(name: str, runs: Sequence[Path]) -> str:
 
 
 def _is_model(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
 
 
 def _is_run(folder: Path) -> bool:

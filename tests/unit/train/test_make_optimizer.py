@@ -10,7 +10,7 @@ from torch import nn
 from whet.config import OptimConfig
 from whet.errors import CheckpointError, ConfigError
 from whet.train import optimizer_state, optimizers
-from whet.train.optim import Optim
+from whet.train.optimizer import Optim
 from whet.train.optimizer_state import flatten_state, unflatten_state
 
 

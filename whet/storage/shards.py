@@ -1,4 +1,4 @@
-"""Reads tensors of a folder of shards, as torch.distributed.checkpoint writes it, whole or each process its part."""
+"""Reads tensors of the shards of a checkpoint, whole or each process its part; whet.parallel.shards writes them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -56,5 +57,5 @@ def shard_errors(folder: Path, what: str) -> Iterator[None]:
     except CheckpointException as error:
         rank, (first, *_) = next(iter(error.failures.items()))
         raise CheckpointError(f"{folder} can't be {what} by rank {rank}: {format_exception(first)}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{folder} can't be {what}: {format_exception(error)}") from error

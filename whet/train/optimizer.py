@@ -1,4 +1,4 @@
-"""The optimizer of one model: fp32 masters, schedule, clipping, and its state in safetensors.
+"""Optim, the optimizer of one model: fp32 masters, schedule, clipping, and its state in safetensors.
 
 If the module computes in fp32, its parameters are the masters. If it computes in bf16, the optimizer keeps fp32 masters
 in addition. Each gradient is added to its master in fp32 as soon as it is computed. After a step the module's own
@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from whet.config import OptimConfig
-from whet.errors import CheckpointError, ConfigError, format_exception, lookup_error
+from whet.errors import CheckpointError, ConfigError
 from whet.storage.checkpoint import CHECKPOINT_FORMAT
+from whet.train.lr_schedule import check_schedule, is_endless, make_schedule
+from whet.train.make_optimizer import group_settings, make_optimizer, set_setting
 from whet.train.optimizer_state import FORMAT_KEY, check_moment_shapes, flatten_state, load_optimizer_state
-from whet.train.optimizers import group_settings, make_optimizer, set_setting
 from whet.util.tensor_subclasses import gather_full_tensor, is_sharded, shard_like
 
 __all__ = ["Optim"]
@@ -33,12 +34,8 @@ log = logging.getLogger("whet")
 
 MAX_UNCLIPPED = math.sqrt(torch.finfo(torch.float32).max)
 """The largest norm of a gradient that is not clipped. The squares of a larger one would make moments infinite."""
-_ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
-"""Schedules that don't depend on the number of updates."""
 _SCALE_ALL: Callable[[list[Tensor], float], object] | None = getattr(torch, "_foreach_mul_", None)
 """A private function of torch that scales many tensors in one call."""
-_TRIAL_UPDATES = 1_000_000
-"""The number of updates for the trial of a schedule; it exceeds any warm-up or decay in its arguments."""
 
 
 class Optim:
@@ -134,7 +131,7 @@ class Optim:
         if not (fresh or loaded) or configured is not None or total_updates in (None, self.total_updates):
             return
         before, self.total_updates = self.total_updates, total_updates
-        if self.config is None or self.schedule is None or _is_endless(self.config):
+        if self.config is None or self.schedule is None or is_endless(self.config):
             return
         place = self.schedule.state_dict()
         self.schedule = self._scheduler()
@@ -153,11 +150,11 @@ class Optim:
         if self.config is None:
             return None
         c, total = self.config, self.total_updates
-        if total is None and not _is_endless(c):
+        if total is None and not is_endless(c):
             needs = f"optim.warmup_ratio={c.warmup_ratio}" if c.warmup_ratio else f"optim.schedule={c.schedule!r}"
             raise ConfigError(f"{needs} needs the number of updates; set optim.total_steps or trainer.max_steps")
         warmup = int(c.warmup_ratio * total) if c.warmup_ratio and total else c.warmup_steps
-        return _make_schedule(c, self.optimizer, total, warmup)
+        return make_schedule(c, self.optimizer, total, warmup)
 
     @property
     def has_gradient(self) -> bool:
@@ -372,53 +369,3 @@ def _adder(master: Tensor) -> Callable[[Tensor], None]:
         p.grad = None
 
     return add
-
-
-def _is_endless(c: OptimConfig) -> bool:
-    """Returns whether a schedule does not depend on the number of updates."""
-    return c.schedule in _ENDLESS and not c.warmup_ratio
-
-
-def _make_schedule(c: OptimConfig, optimizer: torch.optim.Optimizer, total: int | None, warmup: int) -> Any:
-    """Makes the schedule that a configuration names, with transformers; a constant one without, to start sooner."""
-    if _is_plain_constant(c, warmup):
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1)
-    from transformers import get_scheduler
-
-    return get_scheduler(
-        "constant_with_warmup" if c.schedule == "constant" and warmup else c.schedule,
-        optimizer,
-        num_warmup_steps=warmup,
-        num_training_steps=total,
-        scheduler_specific_kwargs=dict(c.schedule_kwargs),
-    )
-
-
-def _is_plain_constant(c: OptimConfig, warmup: int) -> bool:
-    """Returns whether the rate never changes. Args: warmup: the updates of the warm-up."""
-    return c.schedule == "constant" and not warmup and not c.schedule_kwargs
-
-
-def check_schedule(c: OptimConfig) -> None:
-    """Raises ConfigError if transformers doesn't know the schedule, or if it fails at its first step.
-
-    The check steps it on a trial optimizer, also without warm-up, since few arguments are used during warm-up.
-    """
-    if _is_plain_constant(c, c.warmup_steps or int(c.warmup_ratio > 0)):
-        return
-    from transformers import SchedulerType
-
-    known = [kind.value for kind in SchedulerType]
-    if c.schedule not in known:
-        raise lookup_error("optim.schedule", c.schedule, known)
-    for warmup in sorted({0, c.warmup_steps or int(c.warmup_ratio > 0)}):
-        trial = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=c.rate)
-        try:
-            schedule = _make_schedule(c, trial, c.total_steps or _TRIAL_UPDATES, warmup)
-            trial.step()
-            schedule.step()
-        except Exception as error:  # transformers checks few arguments before it uses them
-            raise ConfigError(
-                f"optim.schedule={c.schedule!r} with optim.schedule_kwargs={dict(c.schedule_kwargs)!r} can't be "
-                f"stepped: {format_exception(error)}; fix the arguments, or use another schedule"
-            ) from error

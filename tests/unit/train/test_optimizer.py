@@ -9,7 +9,7 @@ from torch import nn
 
 from whet.config import OptimConfig
 from whet.errors import CheckpointError, ConfigError
-from whet.train.optim import Optim
+from whet.train.optimizer import Optim
 
 
 class Toy(nn.Module):
