@@ -9,7 +9,7 @@ from torch import nn
 
 from whet.config import OptimConfig
 from whet.errors import CheckpointError, ConfigError
-from whet.train import optimizer_state, optimizers
+from whet.train import make_optimizer, optimizer_state
 from whet.train.optimizer import Optim
 from whet.train.optimizer_state import flatten_state, unflatten_state
 
@@ -113,13 +113,13 @@ def test_muon_goes_on_after_a_resume_as_if_nothing_had_happened(tmp_path):
 
 def test_muon_without_a_matrix_of_a_layer_is_refused():
     with pytest.raises(ConfigError, match=r"none is trained here; set optim\.name=adamw"):
-        optimizers.make_optimizer({"embed_tokens.weight": nn.Parameter(torch.ones(2, 2))}, OptimConfig(name="muon"))
+        make_optimizer.make_optimizer({"embed_tokens.weight": nn.Parameter(torch.ones(2, 2))}, OptimConfig(name="muon"))
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_adam_is_fused_on_a_device_that_has_the_kernel(name):
     assert Optim(Toy(), OptimConfig(name=name)).optimizer.defaults["fused"] is True
-    elsewhere = optimizers.make_optimizer({"w": nn.Parameter(torch.ones(2, device="meta"))}, OptimConfig(name=name))
+    elsewhere = make_optimizer.make_optimizer({"w": nn.Parameter(torch.ones(2, device="meta"))}, OptimConfig(name=name))
     assert elsewhere.defaults["fused"] is False
 
 
