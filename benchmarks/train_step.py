@@ -193,7 +193,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = tasks.char_tokenizer()
     results = {}
     for name in args.workloads:
-        vocabulary = LARGE if name == "V" else len(tokenizer)
+        vocabulary = LARGE if name == "V" else tasks.SHAPES[args.shape].get("vocabulary", len(tokenizer))
         with tempfile.TemporaryDirectory() as folder:
             tasks.make_model(Path(folder), args.shape, tokenizer, vocabulary=vocabulary)
             results[name] = run_workload(args, name, Path(folder), tokenizer, vocabulary)

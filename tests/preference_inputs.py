@@ -8,12 +8,12 @@ import torch
 from whet.config import PreferenceConfig
 from whet.learners.from_config import keyword_arguments
 from whet.learners.preference_from_config import make_preference_objective
-from whet.ops.preference import PREFERENCE_LOSSES, StepPasses, mismatched_rows, needs_of
+from whet.ops.preference import PREFERENCE_LOSSES, StepPasses, declared_needs, mismatched_rows
 from whet.types import Example, LossInputs, TokenBatch, TrainSequence
 
 NEEDED = {"exo_pair": {"label_smoothing": 0.05}, "simpo": {"beta": 2.0}, "alphapo": {"alpha": 0.3}}
 """What a loss can't do without, or is not itself without."""
-PAIRS = sorted(name for name, fn in PREFERENCE_LOSSES.items() if needs_of(fn).rows == "pairs")
+PAIRS = sorted(name for name, fn in PREFERENCE_LOSSES.items() if declared_needs(fn).rows == "pairs")
 LABELS = sorted(set(PREFERENCE_LOSSES) - set(PAIRS))
 ALL_PARAMETERS = set().union(*map(keyword_arguments, PREFERENCE_LOSSES.values()))
 """Fields that some loss takes."""
@@ -52,7 +52,7 @@ def random_batch(name, *, rows=6, seed=0, masked=True, dtype=torch.float64):
     """(batch with ref_logprobs, the policy's logprobs [S]) of the rows that a loss needs."""
     rng = np.random.default_rng(seed)
     g = torch.Generator().manual_seed(seed)
-    if needs_of(PREFERENCE_LOSSES[name]).rows == "pairs":
+    if declared_needs(PREFERENCE_LOSSES[name]).rows == "pairs":
         batch = batch_of(rng.integers(1, 7, (rows, 2)).tolist(), seed=seed, masked=masked)
     else:
         labels = lambda i: {"label": (float(i % 3 > 0),)}

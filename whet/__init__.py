@@ -17,9 +17,9 @@ __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
 
 def _warn_of_the_other() -> None:
     """Says that the index's distribution `whet`, which is a stranger's, is installed beside this one."""
-    from whet.util.install import DISTRIBUTION, foreign_whet
+    from whet.util.install import DISTRIBUTION, conflicting_version
 
-    if version := foreign_whet():
+    if version := conflicting_version():
         import warnings
 
         warnings.warn(

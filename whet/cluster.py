@@ -27,7 +27,7 @@ from whet.rewards.model import RewardModel
 from whet.rollout import resolve_engine
 from whet.rollout.auto_engine import AUTO, choose_engine
 from whet.rollout.base import RolloutEngine, Sampling, sampling_processors
-from whet.rollout.build import make_engine, make_grammars, make_sampling
+from whet.rollout.build import final_engine, make_engine, make_grammars, make_sampling
 from whet.rollout.constrained_decoding import Masks
 from whet.rollout.driver import RolloutDriver
 from whet.rollout.policy_rollouts import EpisodeRunner, PolicyRollouts
@@ -210,10 +210,9 @@ class RLCluster(RoleWorkers):
 
     def _make_engine(self) -> RolloutEngine:
         """Makes the engine that the configuration names, with the actor's model."""
-        config = self.cluster_config
-        with self.actor.rollout_weights():
-            return make_engine(
-                config.rollout_engine,
+        with self._sampling_weights():
+            engine: Any = make_engine(
+                self._engine_spec,
                 self.actor.loaded,
                 config=self.rollout_for(Mode.TRAIN),
                 decode=self.decode,
@@ -221,6 +220,29 @@ class RLCluster(RoleWorkers):
                 grammars=self._grammars,
                 samplings=[self.sampling(mode) for mode in Mode],
             )
+        if self._divides_engine:
+            engine.join(self.ranks.neighbours(self.training_config.tensor_parallel_size), self.share_values)
+        return engine
+
+    @functools.cached_property
+    def _engine_spec(self) -> Any:
+        """The engine that is built: TensorParallelEngine in place of "embedded" where processes divide matrices."""
+        samplings = [self.sampling(mode) for mode in Mode]
+        spec = final_engine(self.cluster_config.rollout_engine, self.actor.loaded, samplings)
+        if self.training_config.tensor_parallel_size == 1 or spec != "embedded":
+            return spec
+        from whet.rollout.tensor_parallel import TensorParallelEngine  # imported where processes share a model
+
+        return TensorParallelEngine
+
+    @property
+    def _divides_engine(self) -> bool:
+        """Whether the processes that divide the actor's matrices sample together."""
+        return hasattr(self._engine_spec, "leading")
+
+    def _sampling_weights(self) -> AbstractContextManager[Any]:
+        """Returns a context in which the engine may read the actor's weights."""
+        return self.actor.rollout_weights(parts=self._divides_engine)
 
     @property
     def engine_name(self) -> str:
@@ -332,7 +354,7 @@ class RLCluster(RoleWorkers):
         domain = mode.value if isinstance(mode, Mode) else mode
         sampling_mode = Mode(domain) if domain in ("train", "eval") else Mode.TRAIN
         self._masks.drop()
-        with self.actor.rollout_weights():
+        with self._sampling_weights():
             return self._rollouts.sample(
                 domain,
                 prompts,

@@ -408,9 +408,9 @@ def test_kept_masks_are_those_of_a_replay_in_any_order_of_any_passes_and_with_an
         picked = rng.permutation(12)[: rng.randint(1, 12)]
         at = np.concatenate([np.flatnonzero(sequence == i) for i in picked])
         part = tokens[at], sequence[at], sampled[at]
-        assert torch.equal(masks.of(s, *part), grammars.replay(s, *part))
+        assert torch.equal(masks.replay(s, *part), grammars.replay(s, *part))
     assert masks.bytes <= most and (masks.bytes > 0) == (most > 0)
-    assert masks.of(s, tokens[:0], sequence[:0], sampled[:0]).shape == (0, grammars.replay(s, *part).shape[1])
+    assert masks.replay(s, tokens[:0], sequence[:0], sampled[:0]).shape == (0, grammars.replay(s, *part).shape[1])
 
 
 def test_masks_of_a_batch_are_made_once_until_they_are_dropped(grammars, monkeypatch):
@@ -419,20 +419,20 @@ def test_masks_of_a_batch_are_made_once_until_they_are_dropped(grammars, monkeyp
     s, masks, batch = sampling("(ab)+0?"), Masks(grammars), completions()
     distinct = {tuple(batch[0][batch[1] == i]) for i in range(12)}
     for _ in range(3):
-        masks.of(s, *batch)
+        masks.replay(s, *batch)
     assert sum(made) == sum(map(len, distinct)) < len(batch[0])
     assert masks.bytes < len(batch[0]) * 4  # equal masks are held once
-    masks.of(sampling("(ab)+0*"), *batch)
+    masks.replay(sampling("(ab)+0*"), *batch)
     assert sum(made) == 2 * sum(map(len, distinct))
     masks.drop()
-    masks.of(s, *batch)
+    masks.replay(s, *batch)
     assert sum(made) == 3 * sum(map(len, distinct)) and masks.bytes > 0
 
 
 def test_the_masks_of_a_micro_batch_read_nothing_from_the_device(grammars, monkeypatch):
     batch, masks = random_batch((3, [4, 2]), (2, [5]), masked=True), Masks(grammars)
     (micro,) = plan_micro_batches(batch, max_tokens=100)
-    monkeypatch.setattr(masks, "of", lambda *given: given)
+    monkeypatch.setattr(masks, "replay", lambda *given: given)
     s = sampling("(ab)+0?")
     _, tokens, sequence, sampled = masks.of_targets(s, micro.to("meta"))  # a number of this device can't be read
     assert tokens.tolist() == batch.tokens[micro.token_index].tolist() and sequence.tolist() == micro.sequence.tolist()
@@ -443,7 +443,7 @@ def test_kept_masks_refuse_what_was_not_drawn_under_the_constraint_each_time(gra
     masks = Masks(grammars)
     for _ in range(2):
         with pytest.raises(DataError, match=r"completion token 1 .* rollout\.logprobs_mode='full'"):
-            masks.of(sampling("(ab)+0?"), np.array([3, 1]), np.zeros(2, int), np.ones(2, bool))
+            masks.replay(sampling("(ab)+0?"), np.array([3, 1]), np.zeros(2, int), np.ones(2, bool))
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

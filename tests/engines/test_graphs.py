@@ -2,7 +2,9 @@
 
 import logging
 import threading
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -109,6 +111,24 @@ def test_a_bounded_pool_holds_no_more_and_ends(bound):
     assert max(held) <= bound
     engine.sleep()
     assert engine.kv_bytes == engine._runner.places.used == 0
+
+
+@pytest.mark.parametrize("bound", [None, 150])
+def test_turns_of_conversations_are_copied_from_a_pool_and_into_one_within_its_bound(bound):
+    model, runs = build(gain=3.0), []
+    for engine in (EmbeddedEngine(model, native=False), pooled(model, kv_cache_tokens=bound, make=GrowingMemory)):
+        contexts, out, most = dict(enumerate(prompts((20, 30, 9)))), {}, 0
+        for turn in range(3):
+            first = requests(list(contexts.values()), Sampling(max_tokens=12))
+            keys = [{"id": 9 * turn + i, "conversation": i, "rng_key": (0, turn, i, 0)} for i in contexts]
+            engine.submit([replace(r, **k) for r, k in zip(first, keys, strict=True)])
+            while done := engine.step():
+                most = max(most, engine.stats().kv_tokens)
+                for o in done:
+                    out[o.id] = o.tokens.tolist()
+                    contexts[o.id % 9] = np.concatenate([contexts[o.id % 9], o.tokens, [7, 8]]).astype(np.int32)
+        runs.append(out)
+    assert runs[0] == runs[1] and engine.stats().reused > 0 and (bound is None or most <= bound)
 
 
 def test_without_a_bound_the_pool_takes_what_is_free_and_refuses_what_never_fits(monkeypatch):

@@ -10,7 +10,7 @@ def group(row, *counts):
 
 
 def known(found, rows, kind="train"):
-    return found.of(kind, [prompt([1], row=r) for r in rows])
+    return found.expected(kind, [prompt([1], row=r) for r in rows])
 
 
 def test_each_kind_remembers_its_own_rows():

@@ -32,11 +32,11 @@ def sinks_model():
 
 
 def biased_model():
-    """Layers whose projections all have a bias, and a head of its own."""
+    """Layers whose projections all have a bias, one KV head, and a head of its own."""
     torch.manual_seed(3)
     sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     biases = {"attention_bias": True, "mlp_bias": True}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, **biases))
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=1, **biases))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.1)
@@ -54,7 +54,7 @@ def models_of(mesh, every):
     """The models that run on a mesh: the matrices of some can't be divided."""
     if mesh[2] == 1:
         return MODELS
-    return {"trees": MODELS["trees"], **({"biases": biased_model} if every else {})}
+    return {"trees": MODELS["trees"], "biases": biased_model}
 
 
 def batches():

@@ -300,4 +300,3 @@ def page() -> str:
 
 def _default(field: Field) -> str:
     return REQUIRED if field.default == REQUIRED else f"`{field.default!r}`"
-

@@ -270,9 +270,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
     CheckpointingOptions: {
         "save_interval_steps": Field(None),
         "max_to_keep": Field(3),
-        "enable_async_checkpointing": Field(
-            True, "differs", "False unless set; True writes sharded checkpoints"
-        ),
+        "enable_async_checkpointing": Field(True, "differs", "False unless set; True writes sharded checkpoints"),
         "timeout_secs": Field(1200, "no effect", "a save ends or raises"),
     },
     MetricsLoggerOptions: {

@@ -12,7 +12,7 @@ from tools.docs.table import table
 from whet.config import PreferenceConfig, RewardModelConfig
 from whet.config.introspection import choices, field_docs
 from whet.learners.from_config import keyword_arguments
-from whet.ops.preference import F_DIVERGENCES, PREFERENCE_LOSSES, REWARD_LOSSES, needs_of
+from whet.ops.preference import F_DIVERGENCES, PREFERENCE_LOSSES, REWARD_LOSSES, declared_needs
 
 __all__ = ["PREFERENCE_KNOWN", "page"]
 
@@ -80,7 +80,7 @@ def _parameters(fn: Callable[..., Any], config: type) -> str:
 
 def _reads(fn: Callable[..., Any]) -> str:
     """The rows of a loss, and the passes that it declares."""
-    need = needs_of(fn)
+    need = declared_needs(fn)
     passes = {"reference": need.reference, "batch": need.policy_pass, "mismatched": need.mismatched_pass}
     return ", ".join([need.rows, *(name for name, asked in passes.items() if asked)])
 

@@ -243,12 +243,12 @@ def _log_inputs(command: str, config: Any, words: list[str]) -> None:
         model = config.model if command == "eval" else getattr(config, config.TRAINED).model
         log.info("loading the model %s and the data %s", model, ", ".join(source_paths(config.data.path)) or None)
     if command in RUN_COMMANDS:
-        from whet.config.resume import kept_from_run
+        from whet.config.resume import non_default_run_values
 
         kind, short = config_class(command)
-        if kept := kept_from_run(kind, words, short):
-            kept_settings = ", ".join(f"{key}={value!r} (default {usual!r})" for key, (value, usual) in kept.items())
-            log.info("resume: settings of the run that the command does not set again: %s", kept_settings)
+        if kept := non_default_run_values(kind, words, short):
+            settings = "\n  ".join(f"{key}={value!r} (default {usual!r})" for key, (value, usual) in kept.items())
+            log.info("resume: settings of the run that the command does not set again:\n  %s", settings)
 
 
 def _run_command(command: str, words: list[str], config: Any) -> None:

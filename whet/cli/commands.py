@@ -231,11 +231,11 @@ def _with_memory_plan(config: RunConfig) -> RunConfig:
     """Sets what is open to what fits the GPU of each process, where the embedded engine or vLLM samples."""
     if config.rollout_engine not in ("embedded", "vllm"):
         return config
-    memory, num_processes = memory_of_gpus(config.trainer)
+    memory, num_processes = gpu_memory(config.trainer)
     return config if memory is None else choose_settings(config, memory, num_processes)
 
 
-def memory_of_gpus(trainer: TrainingConfig) -> tuple[float | None, int]:
+def gpu_memory(trainer: TrainingConfig) -> tuple[float | None, int]:
     """Returns the free bytes of the GPU that has the least, None if a process has none; and the number of processes."""
     ranks = join_processes(trainer.collective_timeout_s)  # it selects this process's GPU
     check_mesh(

@@ -32,6 +32,7 @@ def evaluate(config: EvalRunConfig) -> Evaluation:
     new = ranks.call_on_writer(lambda: make_dated_folder("evals")) if config.out is None else None
     if new is not None:
         config = dataclasses.replace(config, out=str(new))
+    log.info("results: %s (after an interruption, out=%s resume=true continues)", config.out, config.out)
     try:
         evaluation = Evaluator(config).run("Evaluating")
     except BaseException:

@@ -161,7 +161,7 @@ def _env() -> str:
         "C++ kernels": kernels.compiler if isinstance(kernels, build.Library) else str(kernels),
         "variables": " ".join(f"{k}={v}" for k, v in facts["variables"].items()) or "none",
     }
-    if other := install.foreign_whet():
+    if other := install.conflicting_version():
         lines["whet, a stranger's"] = other
     return "\n".join(f"- {name}: {value}" for name, value in lines.items())
 

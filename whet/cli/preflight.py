@@ -36,7 +36,7 @@ from whet.envs import load_script
 from whet.envs.agent import load_agent
 from whet.errors import ConfigError, raise_all
 from whet.learners.from_config import objective_checks, other_field, policy_loss
-from whet.learners.grpo import check_drawn
+from whet.learners.grpo import check_temperature
 from whet.learners.preference_from_config import make_preference_objective, make_reward_loss
 from whet.models.lora import check_lora
 from whet.observe.loggers import check_loggers
@@ -97,7 +97,7 @@ def _policy_checks(config: RunConfig, unread: Collection[str]) -> Iterator[Check
     yield from (("algo", check) for check in objective_checks(config.algo))
     yield "", partial(check_engine, config.rollout_engine)
     if not isinstance(config, PPORunConfig):
-        yield "rollout", partial(check_drawn, config.rollout)
+        yield "rollout", partial(check_temperature, config.rollout)
     if config.teacher is not None:
         yield "algo teacher", partial(check_teacher_used, config)
     for mode in Mode:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from whet.cli.commands import memory_of_gpus, train, without_read_keys
+from whet.cli.commands import gpu_memory, train, without_read_keys
 from whet.cli.resolve_defaults import with_template
 from whet.cli.rows import load_train_and_eval
 from whet.config import DPORunConfig, RMRunConfig, RoleConfig, SFTRunConfig
@@ -114,7 +114,7 @@ def _model_options(config: C, tokenizer: Any) -> tuple[C, dict[str, Any]]:
     """Returns the configuration with what fits a GPU; the arguments of SupervisedModels that all supervised
     runs share.
     """
-    tokens, (memory, num_processes) = None, memory_of_gpus(config.trainer)
+    tokens, (memory, num_processes) = None, gpu_memory(config.trainer)
     if memory is not None:
         config, tokens = choose_tokens(config, memory, num_processes, reference=separate_reference(config))
     shared = {"config": config.trainer, "offload_to_cpu": config.offload_to_cpu, "usual_tokens": tokens}

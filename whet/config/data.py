@@ -23,6 +23,10 @@ def _check_sources(value: Any) -> str | tuple[Any, ...]:
     """Checks a data set's name, or a list of names and mappings with a path."""
     if isinstance(value, str):
         return as_name(value)
+    if isinstance(value, Mapping) and value and all(str(key).isdigit() for key in value):
+        raise ValueError(
+            "an item of the list can't be set alone; give the whole list, e.g. '[{path: a.jsonl, limit: 100}, ...]'"
+        )
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(
             "expected the name of a data set, or a list: [a.jsonl, b.jsonl] or [{path: a.jsonl, weight: 0.7}, ...], "

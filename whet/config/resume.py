@@ -17,7 +17,7 @@ from whet.config.loader import dump_tree, flatten, parse_config_args, read_yaml
 from whet.errors import ConfigError
 from whet.util.references import check_access
 
-__all__ = ["FULL_CONFIG_FILE", "command_of", "kept_from_run", "load_partial", "load_resumable"]
+__all__ = ["FULL_CONFIG_FILE", "command_of", "load_partial", "load_resumable", "non_default_run_values"]
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ def load_partial(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) ->
     return partial_config_from_dict(cls, _with_run(cls, argv, short))
 
 
-def kept_from_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
+def non_default_run_values(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
     """Returns the values of a resumed run that differ from this release's defaults: key -> (value, default)."""
     arguments, kept = parse_config_args(argv, short, cls), {}
     _fill_from_run(cls, arguments, _run_settings(cls, arguments), "", kept)

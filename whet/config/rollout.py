@@ -249,8 +249,8 @@ class RolloutConfig:
     """Fields that hold a mapping of fields of this section."""
 
     REFUSED: ClassVar[dict[str, str]] = {
-        "tensor_parallel_size": "this release runs an engine on one device; trainer.tensor_parallel_size "
-        "divides matrices in training",
+        "tensor_parallel_size": "the processes that divide matrices in training sample together too, with the embedded "
+        "engine; set trainer.tensor_parallel_size",
     }
 
     def __post_init__(self) -> None:

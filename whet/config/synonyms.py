@@ -150,9 +150,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 """A section's name elsewhere, or in another command -> its names here."""
 _TORCHRUN = "torchrun starts several processes, and FSDP2 shards the weights over them (whet docs scaling)"
-_TENSOR_PARALLEL = (
-    "trainer.tensor_parallel_size divides matrices in training; in the rollout a process has a whole model"
-)
+_TENSOR_PARALLEL = "trainer.tensor_parallel_size divides matrices in training and in the rollout"
 _NO_DEEPSPEED = f"DeepSpeed is not supported; {_TORCHRUN}"
 NOTES: dict[str, str] = {
     "deepspeed": _NO_DEEPSPEED,

@@ -52,7 +52,8 @@ def task_rows(source: str, split: str | None) -> list[dict[str, Any]]:
             "a smaller size"
         )
     if len(unseen) < len(rows):
-        logger.info("%s: %d of %d test questions are not in the train split", source, len(unseen), len(rows))
+        message = "%s: the test split has %d questions; %d that train has too are left out"
+        logger.info(message, source, len(unseen), len(rows) - len(unseen))
     return unseen
 
 

@@ -49,7 +49,7 @@ from whet.rewards.reward_batch import RewardBatch
 from whet.rollout.build import make_sampling
 from whet.rollout.policy_rollouts import EpisodeRunner
 from whet.rollout.sampler import Sampler
-from whet.run.provenance import source_of, weights_digest
+from whet.run.provenance import function_source, weights_digest
 from whet.storage.files import finite_or_none
 from whet.types import Group, Prompt
 
@@ -468,9 +468,9 @@ class _Work:
             "rollout_engine": dump_tree(self.config.rollout_engine),
         }
         if self.agents is not None:
-            draws["agent"] = source_of(self.agents.agent)[1:]
+            draws["agent"] = function_source(self.agents.agent)[1:]
         elif self.run_episode is not None and self.script is not None:
-            draws["environment"] = source_of(self.script.code)[1:]
+            draws["environment"] = function_source(self.script.code)[1:]
         return draws, hash_reward_functions(self.manager, [columns])
 
     def summarize(self, results: Sequence[PromptResult], seconds: float) -> Evaluation:

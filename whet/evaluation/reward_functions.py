@@ -20,7 +20,7 @@ from whet.rewards.manager import RewardManager
 from whet.rewards.model import RewardModel
 from whet.rewards.resolve import with_reward_model
 from whet.rollout.sampler import Sampler
-from whet.run.provenance import source_of, weights_digest
+from whet.run.provenance import function_source, weights_digest
 from whet.storage.model_paths import model_folder
 from whet.train.worker import ModelWorker
 
@@ -96,5 +96,5 @@ def hash_reward_functions(manager: RewardManager, columns: Sequence[int]) -> str
         if isinstance(fn, RewardModel) and isinstance(fn.worker, ModelWorker):
             parts.append([name, weights_digest(fn.worker.module), str(fn.worker.dtype)])
         else:
-            parts.append([name, function_name(fn), *source_of(fn)[1:]])
+            parts.append([name, function_name(fn), *function_source(fn)[1:]])
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -22,7 +22,7 @@ from whet.config.monitoring import BEFORE_STOP, BEST
 from whet.errors import CheckpointError, ConfigError, WhetError, format_exception, nearest
 from whet.hub.base_model import licence_of_card
 from whet.hub.model_card import make_model_card, read_card_facts
-from whet.storage.checkpoint import step_of, verify_checkpoint, write_folder_atomic
+from whet.storage.checkpoint import step_number, verify_checkpoint, write_folder_atomic
 from whet.storage.files import read_json
 from whet.storage.model_paths import hub_unreachable_reason
 from whet.util.references import check_access
@@ -179,12 +179,12 @@ def _model_of(folder: Path, which: str) -> tuple[Path, int]:
     root = Path(trainer.get("checkpoint_root_directory") or folder / "checkpoints")
     name = _read_pointer(root, which) if which in (BEST, BEFORE_STOP) else which
     place = root / name
-    if step_of(place) is None or not place.is_dir():
-        there = [FINAL, *sorted(p.name for p in root.glob("step-*") if step_of(p) is not None)]
+    if step_number(place) is None or not place.is_dir():
+        there = [FINAL, *sorted(p.name for p in root.glob("step-*") if step_number(p) is not None)]
         raise ConfigError(f"which={which!r}: there is no {place}; there are {', '.join(there)}")
     verify_checkpoint(place, ["run.pt"])
     roles = sorted(p.parent for p in place.glob("*/optimizer.safetensors"))
-    return (roles[0] if roles else place / "actor"), step_of(place) or 0  # actor before critic
+    return (roles[0] if roles else place / "actor"), step_number(place) or 0  # actor before critic
 
 
 def _read_pointer(root: Path, which: str) -> str:

@@ -15,7 +15,7 @@ from whet.config import GRPOConfig, RolloutConfig
 from whet.errors import ConfigError
 from whet.learners.policy import PolicyLearner
 
-__all__ = ["GRPOLearner", "check_drawn"]
+__all__ = ["GRPOLearner", "check_temperature"]
 
 
 class GRPOLearner(PolicyLearner):
@@ -32,10 +32,10 @@ class GRPOLearner(PolicyLearner):
     def check(self, cluster: RLCluster) -> None:
         """Raises ConfigError where all completions of a group would be the same."""
         super().check(cluster)
-        check_drawn(cluster.rollout_for())
+        check_temperature(cluster.rollout_for())
 
 
-def check_drawn(rollout: RolloutConfig) -> None:
+def check_temperature(rollout: RolloutConfig) -> None:
     """Raises ConfigError where all completions of a group would be the same."""
     if rollout.temperature == 0:
         raise ConfigError(

@@ -34,7 +34,7 @@ from whet.learners.from_config import (
 )
 from whet.learners.kl_controller import MEASURED_ENTROPY, KLController
 from whet.learners.kl_penalty import kl_penalty_in_advantage, kl_penalty_in_reward
-from whet.learners.sampler_mismatch import compare_sampler, with_ess
+from whet.learners.sampler_mismatch import add_ess, compare_sampler
 from whet.learners.step import Step
 from whet.learners.step_metrics import (
     advantage_metrics,
@@ -364,7 +364,7 @@ class PolicyLearner(RLLearner):
         if selected.sampler_logprobs is not None and self.records_sampler:
             metrics = average_over_known(metrics, "sampling/", selected, ~selected.sampler_logprobs.isnan(), reductions)
         zero = {k: how for name in self.zero_metrics or () for k, how in metric_labels(name, reductions).items()}
-        metrics = average_over_mini_batch(with_ess(metrics), mini, selected, zero=zero)
+        metrics = average_over_mini_batch(add_ess(metrics), mini, selected, zero=zero)
         return {**skipped_metrics(mini, selected), **metrics}
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:

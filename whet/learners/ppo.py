@@ -44,7 +44,7 @@ from whet.train.metric_reduction import Metrics
 from whet.types import LossInputs, TokenBatch
 from whet.util.references import resolve_name
 
-__all__ = ["PPOLearner", "with_has_reward"]
+__all__ = ["PPOLearner", "add_has_reward"]
 
 _METRICS = {
     "return": {"return_mean": "mean"},
@@ -157,7 +157,7 @@ class PPOLearner(PolicyLearner):
         else:
             advantages = estimate(self.estimator, x)
         batch = step.batch.replace(advantages=advantages, returns=returns.float())
-        batch = with_has_reward(kl_penalty_in_advantage(c, batch, self.kl_controller.beta), step.rewards)
+        batch = add_has_reward(kl_penalty_in_advantage(c, batch, self.kl_controller.beta), step.rewards)
         step = step.replace(batch=batch).log(advantage_metrics(batch)).log(value_metrics(x, batch))
         if c.beta and c.kl_type == "reward":
             penalty = sampled_kl(c, batch, -self.kl_controller.beta)[batch.mask].double()
@@ -244,7 +244,7 @@ def _split_mini_batch(mini: TokenBatch, parts: int) -> Iterator[TokenBatch]:
         yield mini.select(((group_of >= groups.start) & (group_of < groups.stop)).nonzero().flatten())
 
 
-def with_has_reward(batch: TokenBatch, rewards: RewardBatch) -> TokenBatch:
+def add_has_reward(batch: TokenBatch, rewards: RewardBatch) -> TokenBatch:
     """Returns the batch with the column has_reward [S]: 1 where the trajectory has a reward to learn from, else 0."""
     known = torch.from_numpy(~np.isnan(rewards.total))
     return batch.with_token_columns(has_reward=known.index_select(0, batch.trajectory).float())

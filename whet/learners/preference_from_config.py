@@ -12,7 +12,7 @@ from typing import Any
 from whet.config import PreferenceConfig, RewardModelConfig
 from whet.config.algo.unused_fields import check_fields_read
 from whet.learners.from_config import bind_fields, check_call, fields_read, keyword_arguments, other_field
-from whet.ops.preference import F_DIVERGENCES, PREFERENCE_LOSSES, REWARD_LOSSES, PreferenceObjective, needs_of
+from whet.ops.preference import F_DIVERGENCES, PREFERENCE_LOSSES, REWARD_LOSSES, PreferenceObjective, declared_needs
 from whet.rewards.call import function_name
 from whet.train.worker import Loss
 from whet.util.references import resolve_name
@@ -30,7 +30,7 @@ def fields_read_by_loss(loss: Callable[..., Any]) -> set[str]:
     """Returns the fields of a PreferenceConfig that a loss reads: its arguments, and those of the reference if it needs
     one.
     """
-    return fields_read(loss) | ({*_REFERENCE} if needs_of(loss).reference else set())
+    return fields_read(loss) | ({*_REFERENCE} if declared_needs(loss).reference else set())
 
 
 _REFERENCE = ("precompute_ref_log_probs", "reference_free", "sync_ref_model")

@@ -21,7 +21,7 @@ from whet.ops import (
 from whet.train.metric_reduction import Metrics
 from whet.types import LossInputs, TokenBatch
 
-__all__ = ["compare_sampler", "with_ess"]
+__all__ = ["add_ess", "compare_sampler"]
 
 
 def compare_sampler(batch: TokenBatch, config: PolicyConfig) -> tuple[TokenBatch, dict[str, Metric]]:
@@ -63,10 +63,10 @@ def _mean_weight(weights: Tensor, batch: TokenBatch, level: str) -> Tensor:
     return each.sum() / (count > 0).sum().clamp(min=1)
 
 
-def with_ess(metrics: Metrics) -> Metrics:
+def add_ess(metrics: Metrics) -> Metrics:
     """Returns an update's metrics with sampling/ess, computed from the means of its weights and of their squares.
 
-    >>> with_ess({"sampling/weight": Mean(4.0, 2), "sampling/weight_squared": Mean(10.0, 2)})  # 2² / 5
+    >>> add_ess({"sampling/weight": Mean(4.0, 2), "sampling/weight_squared": Mean(10.0, 2)})  # 2² / 5
     {'sampling/ess': Mean(sum=0.8, count=1.0)}
     """
     weight, squared = metrics.get("sampling/weight"), metrics.get("sampling/weight_squared")

@@ -46,7 +46,7 @@ __all__ = [
     "describe_case",
     "flex_unsupported_reason",
     "record_flex_failure",
-    "run_apart",
+    "run_in_thread",
 ]
 
 log = logging.getLogger("whet")
@@ -305,12 +305,12 @@ def _probe(case: FlexCase) -> str | None:
         return _compare_with_plain(case)
 
     try:
-        return run_apart(case.device, compare)
+        return run_in_thread(case.device, compare)
     except Exception as error:  # dynamo, inductor, triton and its C compiler have many exception classes
         return f"it does not compile: {format_exception(error, 200)}"
 
 
-def run_apart(device: torch.device, compare: Callable[[], str | None]) -> str | None:
+def run_in_thread(device: torch.device, compare: Callable[[], str | None]) -> str | None:
     """Runs a comparison in a new thread, where the hooks, modes and grad state of the calling layer are not set."""
 
     def compare_on_device() -> str | None:

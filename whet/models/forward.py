@@ -24,7 +24,7 @@ from whet.models.matmul import row_chunks
 from whet.models.projection import CHUNK_BYTES, Projection, chunk_rows
 from whet.ops.logits_processors import LogitsProcessors, process_logits
 from whet.ops.logprobs import entropy as entropy_of
-from whet.ops.logprobs import is_likeliest, log_sum_sq_probs, selective_log_softmax
+from whet.ops.logprobs import is_argmax, log_sum_sq_probs, selective_log_softmax
 from whet.ops.masked import to_fp32
 from whet.packing.micro_batch import MicroBatch
 from whet.types import TokenStats
@@ -227,7 +227,7 @@ def _full_logits_stats(
         targets = micro.targets[s]
         bits = None if allowed is None else to_device([allowed[s]], targets.device)[0]
         z = process_logits(logits(s), processors, seen=seen, position=position[s], keep=targets, allowed=bits)
-        correct = is_likeliest(z, targets) if "correct" in constants else None
+        correct = is_argmax(z, targets) if "correct" in constants else None
         log_sum = log_sum_sq_probs(z.detach()) if "log_sum_sq_probs" in constants else None
         mean = to_fp32(z.detach()).mean(-1) if "mean_logits" in constants else None
         return selective_log_softmax(z, targets), entropy_of(z) if entropy else None, correct, log_sum, mean

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from whet.models.matmul import row_chunks
 from whet.models.projection import CHUNK_BYTES, HeadGrads, Projection, chunk_rows
-from whet.ops import is_likeliest, log_sum_sq_probs
+from whet.ops import is_argmax, log_sum_sq_probs
 from whet.ops.masked import fp32_or_wider
 from whet.types import TokenStats
 
@@ -131,7 +131,7 @@ class _LinearLogprob(torch.autograd.Function):
                 entropies[s] = -_finite(logp, bias).mul_(z.softmax(1)).sum(1)
             logp = None
             if correct is not None:
-                correct[s] = is_likeliest(z, targets[s])
+                correct[s] = is_argmax(z, targets[s])
             if log_sum is not None:
                 log_sum[s] = log_sum_sq_probs(z)
             if mean is not None:

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from whet.errors import format_exception
 from whet.models.buckets import token_places
-from whet.models.flex import FlexCase, compare_with_plain, describe_case, run_apart
+from whet.models.flex import FlexCase, compare_with_plain, describe_case, run_in_thread
 from whet.ops.masked import fp32_or_wider
 
 try:
@@ -147,7 +147,7 @@ def varlen_unsupported_reason(case: FlexCase) -> str | None:
         return "varlen_attn has no soft-caps, sinks, wide dtypes and other sizes of values"
     make = lambda lengths, parents: VarlenRow(lengths, parents, case.device).attend
     try:
-        reason = run_apart(case.device, lambda: compare_with_plain(case, make))
+        reason = run_in_thread(case.device, lambda: compare_with_plain(case, make))
     except Exception as error:  # an older torch, and GPUs, head sizes and options that the kernel does not take
         reason = f"it fails: {format_exception(error, 200)}"
     if reason is None:

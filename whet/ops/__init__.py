@@ -45,7 +45,7 @@ from whet.ops.counter_rng import hash_rng_key, keep_mask, uniform
 from whet.ops.divergence import check_beta, generalized_jsd, log_mixture
 from whet.ops.kl import KL_MODES, adapted_beta, kl_divergence, kl_rewards, reference_kl, sequence_mean_kl
 from whet.ops.logits_processors import LogitsProcessors, allowed_tokens, draw, greedy, process_logits
-from whet.ops.logprobs import entropy, is_likeliest, log_sum_sq_probs, selective_log_softmax
+from whet.ops.logprobs import entropy, is_argmax, log_sum_sq_probs, selective_log_softmax
 from whet.ops.loss_aggregation import LOSS_AGG_MODES, aggregate, token_weights, unit_weights
 from whet.ops.masked import (
     fp32_or_wider,
@@ -142,7 +142,7 @@ __all__ = [
     "grpo_advantages",
     "hash_rng_key",
     "high_entropy_mask",
-    "is_likeliest",
+    "is_argmax",
     "keep_mask",
     "kl_divergence",
     "kl_rewards",

@@ -12,7 +12,7 @@ from torch import Tensor
 from whet.ops.masked import to_fp32
 from whet.ops.shapes import check_shapes
 
-__all__ = ["entropy", "is_likeliest", "log_sum_sq_probs", "selective_log_softmax"]
+__all__ = ["entropy", "is_argmax", "log_sum_sq_probs", "selective_log_softmax"]
 
 
 def selective_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
@@ -67,13 +67,13 @@ def log_sum_sq_probs(logits: Tensor) -> Tensor:
     return to_fp32(logits).softmax(-1).square().sum(-1).log()
 
 
-def is_likeliest(logits: Tensor, ids: Tensor) -> Tensor:
+def is_argmax(logits: Tensor, ids: Tensor) -> Tensor:
     """Returns whether the chosen token of each row is the likeliest; of equal ones the first is.
 
     Args: logits [..., V]. ids [...]: Long, the chosen token of each row.
     Returns: Bool [...].
 
-    >>> is_likeliest(torch.tensor([[0., 1.], [0., 0.]]), torch.tensor([1, 1]))
+    >>> is_argmax(torch.tensor([[0., 1.], [0., 0.]]), torch.tensor([1, 1]))
     tensor([ True, False])
     """
     check_shapes("[...]", ids=ids, rows_of_logits=logits.shape[:-1])

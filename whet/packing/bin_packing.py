@@ -43,7 +43,7 @@ T = TypeVar("T")
 class PassCost:
     """Multiply-adds of a forward pass: token · tokens + pair · query-key pairs + target · targets.
 
-    >>> PassCost(token=10, pair=1, target=0).of(4, above=3)         # 40, and 3·4 + (1 + 2 + 3 + 4) pairs
+    >>> PassCost(token=10, pair=1, target=0).estimate(4, above=3)         # 40, and 3·4 + (1 + 2 + 3 + 4) pairs
     62
     """
 
@@ -54,7 +54,7 @@ class PassCost:
     target: int = 0
     """Multiply-adds of the head for one target."""
 
-    def of(self, tokens: int, *, above: int = 0, targets: int = 0) -> int:
+    def estimate(self, tokens: int, *, above: int = 0, targets: int = 0) -> int:
         """Returns the cost of a causal segment.
 
         Args: tokens: of the segment. above: earlier tokens that it attends to and that are counted elsewhere.

@@ -228,7 +228,7 @@ def _padded_rows(work: _Work) -> list[PackItem]:
     rows = []
     for ids in units.values():
         width = int((work.prefix_lengths[ids] + work.lengths[ids]).max())
-        cost = work.cost.of(width, targets=int(work.lengths[ids].max()) + 1)
+        cost = work.cost.estimate(width, targets=int(work.lengths[ids].max()) + 1)
         rows.append(PackItem(tuple(ids), width, cost))
         _check_unit(work, rows[-1], width * len(ids))
     return rows
@@ -286,8 +286,8 @@ def _group(work: _Work, ids: Sequence[int]) -> _Group:
     """Makes a group of the sequences `ids`, which share a prefix."""
     cost, prefix = work.cost, int(work.prefix_lengths[ids[0]])
     lengths = work.lengths[ids].tolist()
-    own = [PackItem((i,), n, cost.of(n, above=prefix, targets=n + 1)) for i, n in zip(ids, lengths)]
-    return _Group(prefix=prefix, prefix_cost=cost.of(prefix), own=own, tokens=prefix + sum(lengths))
+    own = [PackItem((i,), n, cost.estimate(n, above=prefix, targets=n + 1)) for i, n in zip(ids, lengths)]
+    return _Group(prefix=prefix, prefix_cost=cost.estimate(prefix), own=own, tokens=prefix + sum(lengths))
 
 
 def _check_lengths(work: _Work, max_tokens: int) -> None:

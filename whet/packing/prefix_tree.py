@@ -127,13 +127,15 @@ class PrefixTree:
             depth = max(left, right)
             if forks[-1][0] < depth:
                 forks.append((depth, []))
-            forks[-1][1].append(PackItem((i,), n - depth, cost.of(n - depth, above=depth, targets=targets), tree=True))
+            forks[-1][1].append(
+                PackItem((i,), n - depth, cost.estimate(n - depth, above=depth, targets=targets), tree=True)
+            )
             while forks[-1][0] > right:
                 depth, below = forks.pop()
                 if forks[-1][0] < right:
                     forks.append((right, []))
                 top, items = forks[-1]
-                stem, price = depth - top, cost.of(depth - top, above=top)
+                stem, price = depth - top, cost.estimate(depth - top, above=top)
                 for part in split(below, token_budget - depth, max_sequences):
                     members = tuple(sorted(s for u in part for s in u.sequences))
                     tokens, work = sum(u.tokens for u in part), sum(u.cost for u in part)

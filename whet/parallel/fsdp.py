@@ -13,7 +13,8 @@
                                       nothing else divides
     collectives                       of a pass: one gather of each layer forward and one backward; of an update: one
                                       reduce-scatter of each layer. None is of a token or of one parameter
-    rollout                           every rank has the whole model while it samples
+    rollout                           every rank has the whole model while it samples, or, of the embedded engine with
+                                      tensor parallelism, its part of the matrices and of the KV cache
 
     checkpoints, exports      every rank gathers each tensor in turn, and rank 0 writes it
 
@@ -43,7 +44,7 @@ from whet.parallel.loading import receive, without_weights
 from whet.parallel.mesh import ProcessMesh
 from whet.parallel.placement import Phase, Placement
 from whet.parallel.ranks import Ranks
-from whet.parallel.tensor import WholeWeights, divide_head, divide_layer, sum_gradients, take_targets
+from whet.parallel.tensor import EngineWeights, divide_layer, share_head, sum_gradients, take_targets
 from whet.types import TokenStats
 from whet.util.tensor_subclasses import gather_full_tensor
 
@@ -70,9 +71,9 @@ class FSDPPlacement(Placement):
     def __init__(self, mesh: ProcessMesh, ranks: Ranks, *, sync_each_pass: bool = False) -> None:
         super().__init__()
         self.mesh, self.ranks, self.sync_each_pass = mesh, ranks, sync_each_pass
-        self._whole = False
-        """Whether this rank has the whole model now, so that it runs passes without the others."""
-        self._whole_weights = WholeWeights()
+        self._serves_engine = False
+        """Whether engines read this rank's weights now, so that it runs passes without the others."""
+        self._engine_weights = EngineWeights()
         self._partial: set[str] = set()
         """The parameters whose gradients are to be summed over the ranks that divide matrices."""
 
@@ -104,7 +105,7 @@ class FSDPPlacement(Placement):
         backbone: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
         names = {part: name for name, part in module.named_modules()}
         if self.mesh.tensor is not None:
-            self._partial.update(divide_head(module, self.mesh.tensor.get_group()))
+            self._partial.update(share_head(module, self.mesh.tensor.get_group()))
         for part in (*backbone.layers, module):
             if only_on_writer:
                 whole = (p for p in part.parameters() if not isinstance(p, DTensor))  # layers are sharded by then
@@ -132,23 +133,26 @@ class FSDPPlacement(Placement):
             self.reshard()
 
     @contextmanager
-    def weights(self) -> Iterator[nn.Module]:
-        """See Placement: every rank gathers the whole model once, then samples or scores without the other ranks."""
-        parts = _parts(self.module)
+    def weights(self, *, parts: bool = False) -> Iterator[nn.Module]:
+        """See Placement: every rank gathers the model once, and then no weights are sent."""
+        if self._serves_engine:  # an engine is built at its first use
+            yield self.module
+            return
+        shards = _parts(self.module)
         self.forward(lambda: ())  # the root must run once before a layer runs on its own
-        for part in parts:
+        for part in shards:
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
         if self.mesh.tensor is not None:
-            self._whole_weights.put(self.module)
-        self._whole = True
+            (self._engine_weights.put_parts if parts else self._engine_weights.put_whole)(self.module)
+        self._serves_engine = True
         try:
             yield self.module
         finally:
-            self._whole = False
+            self._serves_engine = False
             self.reshard()
-            self._whole_weights.free()
-            for part in parts:
+            self._engine_weights.free()
+            for part in shards:
                 part.set_reshard_after_forward(part is not self.module, recurse=False)
 
     @contextmanager
@@ -165,8 +169,8 @@ class FSDPPlacement(Placement):
         yield copy.deepcopy(self._skeleton, gathered) if self.ranks.is_writer else self._skeleton
 
     def reshard(self) -> None:
-        """See Placement; not while this rank has the whole model."""
-        if self._whole:
+        """See Placement; not while engines read the weights."""
+        if self._serves_engine:
             return
         for part in _parts(self.module):
             part.reshard()
@@ -179,7 +183,7 @@ class FSDPPlacement(Placement):
 
     def split_passes(self, passes: Sequence[Result]) -> list[tuple[Result, bool]]:
         """See Placement; passes have similar costs, so they are dealt in turn. All ranks must run as many passes."""
-        if self._whole:
+        if self._serves_engine:
             return super().split_passes(passes)
         size = self.data_size
         own = [(x, True) for x in passes[self.ranks.rank // self.pass_size :: size]]
@@ -189,16 +193,16 @@ class FSDPPlacement(Placement):
     @property
     def data_size(self) -> int:
         """See Placement."""
-        return self.ranks.size // self.mesh.pass_size if not self._whole else 1
+        return self.ranks.size // self.mesh.pass_size if not self._serves_engine else 1
 
     @property
     def pass_size(self) -> int:
         """See Placement."""
-        return 1 if self._whole else self.mesh.pass_size
+        return 1 if self._serves_engine else self.mesh.pass_size
 
     def split_tokens(self, micro: MicroBatch) -> MicroBatch:
         """See Placement."""
-        if self._whole:
+        if self._serves_engine:
             return micro
         if self.mesh.context_size > 1:
             micro = take_share(micro, self.mesh.context_group)
@@ -210,7 +214,7 @@ class FSDPPlacement(Placement):
 
     def check_same_passes(self, facts: Mapping[str, Any]) -> None:
         """See Placement."""
-        if not self._whole:
+        if not self._serves_engine:
             self.ranks.check_same("batch", facts)
 
     def set_gradient_sync(self, last: bool) -> None:
@@ -220,7 +224,7 @@ class FSDPPlacement(Placement):
 
     def gather_columns(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See Placement."""
-        for column in columns.values() if not self._whole else ():
+        for column in columns.values() if not self._serves_engine else ():
             dist.all_reduce(column, group=self.mesh.data_group)
         return dict(columns)
 

@@ -83,8 +83,12 @@ class Placement:
         return nullcontext()
 
     @contextmanager
-    def weights(self) -> Iterator[nn.Module]:
-        """Returns a context for engines: the model's parameters are plain tensors in the dtype that it computes in."""
+    def weights(self, *, parts: bool = False) -> Iterator[nn.Module]:
+        """Returns a context for engines: the model's parameters are plain tensors in the dtype that it computes in.
+
+        Args: parts: where processes divide its matrices, each has its part of them, and they run the model together;
+            otherwise each has the whole model.
+        """
         yield self.module
 
     @contextmanager

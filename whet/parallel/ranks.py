@@ -76,6 +76,10 @@ class Ranks:
         """Returns the values of all ranks, in the order of the ranks, on every rank. Args: value: what pickle takes."""
         return [value]
 
+    def neighbours(self, size: int) -> Ranks:
+        """Returns this rank's group of neighbouring ranks. Every rank must call it. Args: size: of each group."""
+        return Ranks()
+
     def in_thread(self) -> Ranks:
         """Returns the same processes, for what a second thread of each of them agrees on meanwhile. Every rank must
         call it.
@@ -125,12 +129,15 @@ class Ranks:
                     "same data, configuration and code"
                 )
 
-    def scatter_gather(self, fn: Callable[[Sequence[Item]], Result], items: Sequence[Item]) -> list[Result]:
+    def scatter_gather(
+        self, fn: Callable[[Sequence[Item]], Result], items: Sequence[Item], *, together: int = 1
+    ) -> list[Result]:
         """Runs a function over all items, on consecutive items on each rank.
 
         Args:
             fn: takes some of the items, in order; it is called at most once on each rank.
             items: the same on every rank. An item is not split: what must be judged together is one item.
+            together: the number of neighbouring ranks that work on the same items; the first one's results are taken.
 
         Returns:
             what `fn` returned, in the order of the items, the same on every rank; one result where one process works.
@@ -142,12 +149,12 @@ class Ranks:
         >>> Ranks().scatter_gather(sum, [1, 2, 3])
         [6]
         """
-        count = len(items)
-        own = [items[i] for i in range(count * self.rank // self.size, count * (self.rank + 1) // self.size)]
+        count, groups, group = len(items), self.size // together, self.rank // together
+        own = [items[i] for i in range(count * group // groups, count * (group + 1) // groups)]
         failure: BaseException | None = None
         results: list[Result] = []
         try:
-            results = [fn(own)] if own or (self.rank == 0 and not items) else []
+            results = [fn(own)] if own or (group == 0 and not items) else []
         except (Exception, RolloutStopped) as error:  # the other ranks must learn of any error
             failure = error
         is_stopped = isinstance(failure, RolloutStopped)
@@ -158,7 +165,7 @@ class Ranks:
             if error is not None:
                 raise (RolloutStopped if stopped else WhetError)(f"rank {rank} of {self.size} failed: {error}")
         gathered[self.rank] = (results, None, False)  # its own objects, not copies of them
-        return [result for results, *_ in gathered for result in results]
+        return [result for results, *_ in gathered[::together] for result in results]
 
 
 class ProcessRanks(Ranks):
@@ -171,11 +178,17 @@ class ProcessRanks(Ranks):
         self.group, self.timeout = group, timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def in_thread(self) -> ProcessRanks:
+    def neighbours(self, size: int) -> ProcessRanks:
         """See Ranks."""
-        group = dist.new_group(dist.get_process_group_ranks(self.group), self.timeout, "gloo")
+        every = dist.get_process_group_ranks(self.group)
+        made = [dist.new_group(every[i : i + size], self.timeout, "gloo") for i in range(0, self.size, size)]
+        group = made[self.rank // size]
         assert isinstance(group, dist.ProcessGroup)
         return ProcessRanks(group, self.timeout)
+
+    def in_thread(self) -> ProcessRanks:
+        """See Ranks."""
+        return self.neighbours(self.size)
 
     def all_gather(self, value: Any) -> list[Any]:
         """See Ranks; the values travel as pickles. Raises WhetError: a rank is missing, with its number on rank 0."""

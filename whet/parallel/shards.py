@@ -56,7 +56,7 @@ class ShardReader:
         self.tensors = saved_tensors(folder, prefix)
         """Name -> shape and dtype of the whole tensor."""
 
-    def under(self, prefix: str) -> ShardReader:
+    def with_prefix(self, prefix: str) -> ShardReader:
         """Returns a reader of the names that begin with a prefix.
 
         Raises: CheckpointError: the folder can't be read.

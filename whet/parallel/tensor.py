@@ -1,6 +1,8 @@
 """Tensor parallelism (Megatron-LM, arXiv 1909.08053): processes divide the matrices of each layer.
 
     q, k, v, gate and up projections    by rows: each process has the outputs of some heads, and of some MLP columns
+    k and v projections of fewer KV     whole; each process computes the head that its query heads read, so their
+    heads than processes                gradients are summed over the processes once per update
     o and down projections              by columns: each process adds a part of every output, summed over the processes
     norms of q and k                    whole, though each process norms its own heads only: their gradients are summed
                                         over the processes once per update
@@ -8,11 +10,21 @@
     head                                whole; each process computes the logits of some targets, so the gradients of the
                                         head and of the last hidden states are summed over the processes
 
-Of an adapter B A, B is divided beside a layer that is divided by rows, A beside one that is divided by columns.
-transformers' plan of the model (`base_model_tp_plan`) says which is which. Divided matrices are DTensors, and
-fully_shard then shards each part over the other processes. A layer has two sums forward and two backward: of the
-results of attention and of the MLP, and of the gradients of what both read. Left out on purpose: plans with other kinds
-of parts (experts, packed projections), which are refused by name.
+Rows and columns are those of torch's weight [out, in]. Megatron and transformers name the transpose: by rows is their
+colwise, by columns their rowwise. Of an adapter B A, B is divided beside a layer that is divided by rows, A beside one
+that is divided by columns. transformers' plan of the model (`base_model_tp_plan`) says which is which. Divided matrices
+are DTensors, and fully_shard then shards each part over the other processes.
+
+A layer has two sums forward and two backward, in the compute dtype: of the results of attention and of the MLP, and of
+the gradients of what both read. The layers' own forwards make them, in place of torch's parallelize_module: that sums
+the gradients of q, k and v apart, and its layers can't run with plain weights, as an engine needs them. The gradients
+that are summed once per update are, in fp32, as the placement enters "step" (parallel/fsdp.py).
+
+While the embedded engine samples, each process has its part of each layer (rollout/tensor_parallel.py); for other
+engines, and to score alone, the whole model. Embedding and head are whole in every pass. Left out on purpose: plans
+with other kinds of parts (experts, packed projections), which are refused by name; sequence parallelism (arXiv
+2205.05198), since context parallelism divides the hidden states between the layers already; sums that overlap with
+products.
 """
 
 from __future__ import annotations
@@ -26,17 +38,26 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from whet.errors import ConfigError
 from whet.models.heads import score_layer
 from whet.models.lora_layers import is_adapter_layer, plain_linear
 from whet.packing.micro_batch import MicroBatch, Share
 
-__all__ = ["WholeWeights", "check_tensor_parallel", "divide_head", "divide_layer", "sum_gradients", "take_targets"]
+__all__ = [
+    "EngineWeights",
+    "check_tensor_parallel",
+    "divide_layer",
+    "share_head",
+    "sum_gradients",
+    "take_targets",
+]
 
 COLWISE, ROWWISE, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """The parts of a plan that are carried out, by transformers' names."""
+KV_PROJECTIONS = ("k_proj", "v_proj")
+"""The layers whose outputs are KV heads, by transformers' names."""
 
 
 def check_tensor_parallel(module: nn.Module, size: int, name: str) -> None:
@@ -53,9 +74,7 @@ def check_tensor_parallel(module: nn.Module, size: int, name: str) -> None:
             f"{setting} divides layers by transformers' tensor-parallel plan, and {name} has none; set it to 1"
         )
     heads = backbone.config.num_attention_heads
-    kv_heads = getattr(backbone.config, "num_key_value_heads", None) or heads
-    for count, what in ((heads, "attention heads"), (kv_heads, "KV heads")):
-        _check_divides(f"{name} has {count} {what}", count, size)
+    _check_divides(f"{name} has {heads} attention heads", heads, size)
     for i, layer in enumerate(backbone.layers):
         plan = _plan_of(backbone, layer)
         for path, style in plan.items():
@@ -65,6 +84,9 @@ def check_tensor_parallel(module: nn.Module, size: int, name: str) -> None:
             if style != PARTIAL:
                 linear = plain_linear(layer.get_submodule(path))
                 assert linear is not None, "other layers are refused above"
+                if kv_heads := _kv_heads(layer, path):
+                    _check_kv_heads(f"{name} has {kv_heads} KV heads", heads, kv_heads, size)
+                    continue
                 count, what = (linear.out_features, "outputs") if style == COLWISE else (linear.in_features, "inputs")
                 _check_divides(f"{where} of {name} has {count} {what}", count, size)
         if rest := _unplanned(layer, plan):
@@ -81,6 +103,23 @@ def _check_divides(fact: str, count: int, size: int) -> None:
             f"{fact}, which trainer.tensor_parallel_size={size} does not divide; set it to a divisor of {count} "
             f"({divisors})"
         )
+
+
+def _check_kv_heads(fact: str, heads: int, kv_heads: int, size: int) -> None:
+    fits = lambda n: kv_heads % n == 0 or n % kv_heads == 0
+    if not fits(size):
+        sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 and fits(n))
+        raise ConfigError(
+            f"{fact}, and trainer.tensor_parallel_size={size} is neither a divisor nor a multiple of that; set it to "
+            f"one of {sizes}"
+        )
+
+
+def _kv_heads(layer: nn.Module, path: str) -> int | None:
+    """Returns the KV heads that a part of a decoder layer computes; None = it computes something else."""
+    parent, _, name = path.rpartition(".")
+    linear = plain_linear(layer.get_submodule(path)) if name in KV_PROJECTIONS else None
+    return linear and linear.out_features // cast(Any, layer.get_submodule(parent)).head_dim
 
 
 def _unsupported_reason(part: nn.Module, style: str) -> str | None:
@@ -119,17 +158,15 @@ def _plan_of(backbone: Any, layer: nn.Module | None = None) -> dict[str, str]:
     return {path: style for path, style in plan.items() if path in parts}
 
 
-def _matrices(layer: nn.Module, path: str, style: str) -> Iterator[tuple[str, str]]:
-    """Yields the linear layers to divide for a part of a plan, and how; of an adapter B A the matrix on the divided
-    side.
-    """
+def _matrices(layer: nn.Module, path: str, style: str) -> Iterator[str]:
+    """Yields the linear layers to divide for a part of a plan; of an adapter B A the matrix on the divided side."""
     part: Any = layer.get_submodule(path)
     if not is_adapter_layer(part):
-        yield path, style
+        yield path
         return
-    yield f"{path}.base_layer", style
+    yield f"{path}.base_layer"
     side = "lora_B" if style == COLWISE else "lora_A"
-    yield from ((f"{path}.{side}.{name}", style) for name in getattr(part, side))
+    yield from (f"{path}.{side}.{name}" for name in getattr(part, side))
 
 
 def divide_layer(backbone: Any, layer: nn.Module, mesh: DeviceMesh) -> list[str]:
@@ -139,22 +176,32 @@ def divide_layer(backbone: Any, layer: nn.Module, mesh: DeviceMesh) -> list[str]
     Returns: names of parameters whose gradients are to be summed over the processes.
     """
     plan, group = _plan_of(backbone, layer), mesh.get_group()
-    divided = [x for path, style in plan.items() if style != PARTIAL for x in _matrices(layer, path, style)]
-    read = _Inputs(group)
-    for path, style in divided:
-        part: Any = layer.get_submodule(path)
-        names = ["weight", "bias"] if style == COLWISE and part.bias is not None else ["weight"]
-        for name in names:
-            whole, dim = getattr(part, name), 0 if style == COLWISE else 1
-            shard = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
-            part.register_parameter(name, nn.Parameter(shard, whole.requires_grad))
-        part.forward = _column_forward(part, read) if style == COLWISE else _row_forward(part, group)
+    read, summed = _Inputs(group), [path for path, style in plan.items() if style == PARTIAL]
+    for planned, style in plan.items():
+        kv_heads = _kv_heads(layer, planned) or 0
+        copies = group.size() // kv_heads if 0 < kv_heads < group.size() else None
+        for path in _matrices(layer, planned, style) if style != PARTIAL else ():
+            part: Any = layer.get_submodule(path)
+            placement = Shard(1) if style == ROWWISE else Shard(0) if copies is None else Replicate()
+            for name in ["weight", "bias"] if style == COLWISE and part.bias is not None else ["weight"]:
+                whole = getattr(part, name)
+                shard = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None)
+                part.register_parameter(name, nn.Parameter(shard, whole.requires_grad))
+            if style == ROWWISE:
+                part.forward = _row_forward(part, group)
+                part.sum_parts = lambda y: _Sum.apply(y, group)
+                continue
+            part.rows = slice(None)
+            if copies is not None:
+                width, head = part.out_features // kv_heads, group.rank() // copies
+                part.rows = slice(head * width, (head + 1) * width)
+                summed.append(path)
+            part.forward = _column_forward(part, read, part.rows)
     layer.register_forward_hook(lambda *_: read.forget())
-    partial = [path for path, style in plan.items() if style == PARTIAL]
-    return [f"{path}.{name}" for path in partial for name, _ in layer.get_submodule(path).named_parameters()]
+    return [f"{path}.{name}" for path in summed for name, _ in layer.get_submodule(path).named_parameters()]
 
 
-def divide_head(module: nn.Module, group: dist.ProcessGroup) -> list[str]:
+def share_head(module: nn.Module, group: dist.ProcessGroup) -> list[str]:
     """Makes the gradients right of a model whose processes each compute the logits of their own targets.
 
     The gradient of the last hidden states is summed over the processes in each pass, those of the heads once per
@@ -240,14 +287,17 @@ class _Inputs:
         self._read.clear()
 
 
-def _column_forward(layer: nn.Linear, inputs: _Inputs) -> Callable[[Tensor], Tensor]:
-    """Returns the forward of a layer divided by rows: each process has some of the outputs."""
+def _column_forward(layer: nn.Linear, inputs: _Inputs, rows: slice) -> Callable[[Tensor], Tensor]:
+    """Returns the forward of a layer divided by rows: each process has some of the outputs.
+
+    Args: rows: that this process computes of its part.
+    """
 
     def forward(x: Tensor) -> Tensor:
-        if not isinstance(layer.weight, DTensor):  # whole, while the process samples
+        if not isinstance(layer.weight, DTensor):  # while the process samples
             return F.linear(x, layer.weight, layer.bias)
-        bias = layer.bias.to_local() if isinstance(layer.bias, DTensor) else None
-        return F.linear(inputs.read(x), layer.weight.to_local(), bias)
+        bias = layer.bias.to_local()[rows] if isinstance(layer.bias, DTensor) else None
+        return F.linear(inputs.read(x), layer.weight.to_local()[rows], bias)
 
     return forward
 
@@ -256,9 +306,10 @@ def _row_forward(layer: nn.Linear, group: dist.ProcessGroup) -> Callable[[Tensor
     """Returns the forward of a layer divided by columns: each process adds a part of every output."""
 
     def forward(x: Tensor) -> Tensor:
-        if not isinstance(layer.weight, DTensor):
-            return F.linear(x, layer.weight, layer.bias)
-        y = _Sum.apply(F.linear(x, layer.weight.to_local()), group)
+        weight = layer.weight.to_local() if isinstance(layer.weight, DTensor) else layer.weight
+        if weight.shape[1] == layer.in_features:  # whole, while the process samples alone
+            return F.linear(x, weight, layer.bias)
+        y = _Sum.apply(F.linear(x, weight), group)
         return y if layer.bias is None else y + layer.bias
 
     return forward
@@ -292,30 +343,46 @@ def sum_gradients(grads: list[Tensor], group: dist.ProcessGroup) -> None:
         g.copy_(summed.view_as(g))
 
 
-class WholeWeights:
-    """The whole matrices of a divided model, while each process runs all of it.
+class EngineWeights:
+    """The matrices of a divided model as plain parameters, for engines: whole, or the part that this process computes.
 
-    They are always the same parameters, whose memory is there between `put` and `free` only: engines refer to them.
+    They are always the same parameters, since engines refer to them. Their memory is there between `put_whole` and
+    `free`, or, that of the parts, which is FSDP's own, as long as FSDP has gathered them.
     """
 
     def __init__(self) -> None:
         self._whole: dict[tuple[nn.Module, str], nn.Parameter] = {}
+        self._parts: dict[tuple[nn.Module, str], nn.Parameter] = {}
 
     @torch.no_grad()
-    def put(self, module: nn.Module) -> None:
+    def put_whole(self, module: nn.Module) -> None:
         """Puts whole matrices in place of the divided ones. Args: module: unsharded by FSDP, on every process."""
-        for part in module.modules():
-            for name, p in list(part.named_parameters(recurse=False)):
-                if not isinstance(p, DTensor):
-                    continue
-                gathered = p.full_tensor()
-                whole = self._whole.setdefault((part, name), nn.Parameter(torch.empty_like(gathered), p.requires_grad))
-                whole.untyped_storage().resize_(gathered.nbytes)
-                whole.copy_(gathered)
-                part._parameters[name] = whole  # as FSDP does; it puts its own back as it reshards
+        for part, name, p in _divided(module):
+            gathered = p.full_tensor()
+            whole = self._whole.setdefault((part, name), nn.Parameter(torch.empty_like(gathered), p.requires_grad))
+            whole.untyped_storage().resize_(gathered.nbytes)
+            whole.copy_(gathered)
+            part._parameters[name] = whole  # as FSDP does; it puts its own back as it reshards
+
+    @torch.no_grad()
+    def put_parts(self, module: nn.Module) -> None:
+        """Puts this process's parts in place of the divided matrices, without a copy. Args: as of `put_whole`."""
+        for part, name, p in _divided(module):
+            own = p.to_local()[getattr(part, "rows", slice(None))]
+            plain = self._parts.setdefault((part, name), nn.Parameter(own, p.requires_grad))
+            plain.data = own
+            part._parameters[name] = plain
 
     def free(self) -> None:
         """Frees the memory of the whole matrices."""
         for whole in self._whole.values():
             whole.grad = None
             whole.untyped_storage().resize_(0)
+
+
+def _divided(module: nn.Module) -> Iterator[tuple[nn.Module, str, DTensor]]:
+    """Yields the divided matrices and biases of a model that FSDP has gathered: layer, name, parameter."""
+    for part in module.modules():
+        for name, p in list(part.named_parameters(recurse=False)):
+            if isinstance(p, DTensor):
+                yield part, name, p

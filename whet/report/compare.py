@@ -45,7 +45,7 @@ METRICS = (
 class Spread:
     """A metric of a group of runs.
 
-    >>> str(Spread.of([0.5, 0.7])), str(Spread.of([0.5]))
+    >>> str(Spread.from_values([0.5, 0.7])), str(Spread.from_values([0.5]))
     ('0.6 ± 0.141 (2)', '0.5')
     """
 
@@ -55,7 +55,7 @@ class Spread:
     runs: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def from_values(cls, values: Sequence[float]) -> Spread:
         """Returns the spread of values, one for each run."""
         mean = math.fsum(values) / len(values)
         if len(values) == 1:
@@ -171,7 +171,7 @@ def _spread(group: Sequence[dict[str, Any]], name: str, last: int) -> Spread | N
         column = data["metrics"][mode]["columns"].get(name.removeprefix("eval "), [])
         if known := [value for value in column[-count:] if value is not None]:
             values.append(math.fsum(known) / len(known))
-    return Spread.of(values) if values else None
+    return Spread.from_values(values) if values else None
 
 
 def _differences(trees: Sequence[dict[str, Any]], ignored: Sequence[str]) -> dict[str, list[str]]:

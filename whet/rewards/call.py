@@ -97,7 +97,7 @@ class RewardInputs:
         selected = {name: [getattr(self, name)[i] for i in at] for name in EACH}
         return replace(self, columns={n: [values[i] for i in at] for n, values in self.columns.items()}, **selected)
 
-    def offered(self) -> dict[str, Any]:
+    def keywords(self) -> dict[str, Any]:
         """Returns all keywords with their values, as lists."""
         each = {name: getattr(self, name) for name in EACH}
         lists = {name: list(values) for name, values in {**self.columns, **each}.items()}
@@ -228,7 +228,7 @@ def call_rewards(
     >>> results.rewards, results.errors
     ({'length': array([2.])}, {'length': 0})
     """
-    offered, extras = inputs.offered(), inputs.extras.keys()
+    offered, extras = inputs.keywords(), inputs.extras.keys()
     arguments = {n: select_keywords(fn, offered, inputs.algo_fields, name=n, extras=extras) for n, fn in fns.items()}
     remote: dict[str, RewardCall] = {}
     for name in [] if workers is None else [name for name in fns if name in workers.functions]:

@@ -44,7 +44,7 @@ def check_columns(
         columns={name: [] for name in columns},
         extras=extras or {},
     )
-    select = partial(select_keywords, offered=empty.offered(), by_name=algo_fields, extras=empty.extras.keys())
+    select = partial(select_keywords, offered=empty.keywords(), by_name=algo_fields, extras=empty.extras.keys())
     raise_all(partial(select, fn, name=name) for name, fn in fns.items())
 
 

@@ -18,7 +18,7 @@ from whet.rewards.text import (
     last_number,
     read_box,
     read_number,
-    stripped,
+    strip_or_none,
 )
 from whet.rewards.verifiers import verifiers
 
@@ -43,13 +43,13 @@ ANSWERS: dict[str, Callable[[str], Any]] = {
     "boxed": read_box,
     "last_number": read_number,
     "number_match": read_value,
-    "whole": stripped,
+    "whole": strip_or_none,
 }
 """Name -> a function that reads the answer of a text: the last boxed formula, the last number, the boxed or last number
 with its fractions and powers, or the whole text. It returns None if there is no answer."""
 READ_BY: dict[Callable[..., Any], Callable[[str], Any]] = {
     boxed: read_box,
-    exact_match: stripped,
+    exact_match: strip_or_none,
     last_number: read_number,
     number_match: read_value,
 }

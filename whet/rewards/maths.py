@@ -14,7 +14,7 @@ from typing import Any
 
 from whet.errors import ConfigError
 from whet.rewards.function_info import per_completion
-from whet.rewards.text import scored
+from whet.rewards.text import score_completions
 from whet.util.install import install_hint
 
 __all__ = ["check_math_verify", "math_match"]
@@ -65,7 +65,7 @@ def math_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float 
         except Exception:  # any error of sympy
             return 0.0
 
-    return scored(completions, answer, score)
+    return score_completions(completions, answer, score)
 
 
 def _formula(gold: str) -> str:

@@ -41,7 +41,7 @@ def call_metric_fns(
     >>> call_metric_fns([lambda rewards, **kw: {"best": (max(rewards), max)}], x, advantages=[0.0], rewards=[1.0])
     {'best': (1.0, <built-in function max>)}
     """
-    offered = {**inputs.offered(), "advantages": advantages, "rewards": rewards}
+    offered = {**inputs.keywords(), "advantages": advantages, "rewards": rewards}
     metrics: dict[str, tuple[Any, Callable[..., Any] | None]] = {}
     for fn in fns:
         name = function_name(fn)

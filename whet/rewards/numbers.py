@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from whet.errors import ConfigError
-from whet.rewards.text import last_box, scored
+from whet.rewards.text import last_box, score_completions
 
 __all__ = ["number_match", "read_value"]
 
@@ -72,7 +72,7 @@ def number_match(completions: Sequence[Any], answer: Sequence[Any], *, tolerance
         number = read_value(text)
         return float(number is not None and any(abs(number - gold) <= relative * abs(gold) for gold in answers))
 
-    return scored(completions, answer, score)
+    return score_completions(completions, answer, score)
 
 
 def read_value(text: str) -> Fraction | None:

@@ -29,9 +29,9 @@ __all__ = [
     "last_number",
     "read_box",
     "read_number",
-    "scored",
+    "score_completions",
     "similarity",
-    "stripped",
+    "strip_or_none",
     "text_of",
     "unrewarded",
 ]
@@ -71,7 +71,7 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float
     >>> exact_match([" 4", "four", ""], [4, 4, 4])
     [1.0, 0.0, 0.0]
     """
-    return _score_answers(completions, answer, stripped, stripped)
+    return _score_answers(completions, answer, strip_or_none, strip_or_none)
 
 
 def last_number(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
@@ -119,7 +119,7 @@ def fuzzy_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float
         completion = _normalize_case(text)
         return max(similarity(completion, _normalize_case(gold)) for gold in golds) if completion else 0.0
 
-    return scored(completions, answer, score)
+    return score_completions(completions, answer, score)
 
 
 def similarity(a: str, b: str) -> float:
@@ -173,7 +173,7 @@ def unrewarded(completions: Sequence[Any], **_: Any) -> list[float | None]:
     return [None] * len(completions)
 
 
-def scored(
+def score_completions(
     completions: Sequence[Any], answer: Sequence[Any], score: Callable[[str, list[str]], float | None]
 ) -> list[float | None]:
     """Scores each completion by a function of its text and the accepted answers; None where there is no answer.
@@ -181,7 +181,7 @@ def scored(
     Args: completions [N]: texts or messages. answer [N]: the column. score: receives at least one accepted
         answer.
 
-    >>> scored(["a", "b"], [["a", "c"], None], lambda text, golds: float(text in golds))
+    >>> score_completions(["a", "b"], [["a", "c"], None], lambda text, golds: float(text in golds))
     [1.0, None]
     """
     pairs = zip(completions, map(accepted_answers, answer), strict=True)
@@ -207,13 +207,13 @@ def _score_answers(
         answers = [value for gold in golds if (value := read_gold(gold)) is not None]
         return float(read(text) in answers) if answers else None
 
-    return scored(completions, answer, score)
+    return score_completions(completions, answer, score)
 
 
-def stripped(text: str) -> str | None:
+def strip_or_none(text: str) -> str | None:
     """Returns the text without white space around it; None if it is empty.
 
-    >>> stripped(" 4 "), stripped(" ")
+    >>> strip_or_none(" 4 "), strip_or_none(" ")
     ('4', None)
     """
     return text.strip() or None

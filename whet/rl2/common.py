@@ -140,12 +140,14 @@ def translate_optimizer(args: ParsedArgs, role: str, section: str) -> WhetKeys:
     optim, (rate, least, ratio) = f"{section}.optim", DEFAULTS[args.trainer][role]
     rate = LATER_RATES[role] if args.is_2026 else rate
     both = lambda name: (f"{role}.{name}", f"{role}.optimizer.{name}")
-    inherited = {} if role == "actor" or args.is_2026 else args.under("actor")  # the critic's defaults in 2025
+    inherited = {} if role == "actor" or args.is_2026 else args.section("actor")  # the critic's defaults in 2025
     decay = args.get(*both("weight_decay"), default=inherited.get("weight_decay", 1e-2))
     flat = {f"{optim}.lr": args.get(*both("lr"), default=rate), f"{optim}.weight_decay": decay}
     flat[f"{optim}.max_grad_norm"] = args.get(f"{role}.max_grad_norm", default=inherited.get("max_grad_norm", 1.0))
     more = {
-        k: v for k, v in args.under(f"{role}.scheduler").items() if k not in ("name", "warmup_ratio") and v is not None
+        k: v
+        for k, v in args.section(f"{role}.scheduler").items()
+        if k not in ("name", "warmup_ratio") and v is not None
     }
     if args.is_2026:
         name = args.get(f"{role}.scheduler.name", default="cosine_with_min_lr")

@@ -31,7 +31,7 @@ def computed(key: str = "", note: str = "") -> Field:
     return Field(state="differs", note=note, key=key)
 
 
-_ONE = refused(None, "the engine of each process has a whole model; set it to 1", harmless=(1,))
+_ONE = refused(None, "the processes of the actor's tp_size sample together; set it to 1", harmless=(1,))
 _DDP = computed(
     "trainer.data_parallel_replicate_size", "copies of each model; roles that leave it out have that of the others"
 )

@@ -110,7 +110,7 @@ class ParsedArgs:
             if value is not None and value != expected:
                 self.problems.append(f"{key}={value!r} is refused: it is {expected!r} for the others; leave it out")
 
-    def under(self, prefix: str) -> dict[str, Any]:
+    def section(self, prefix: str) -> dict[str, Any]:
         """Returns the values below a prefix, by the rest of their keys."""
         return {k.removeprefix(f"{prefix}."): v for k, v in self.values.items() if k.startswith(f"{prefix}.")}
 

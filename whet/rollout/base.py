@@ -148,11 +148,11 @@ class Request:
     """Expected tokens of its completion, where the caller has a guess: long ones start first. None = max_tokens. It
     changes no token, except as batching does (docs/exactness.md)."""
 
-    def after(self, tokens: np.ndarray) -> Request:
+    def resume_from(self, tokens: np.ndarray) -> Request:
         """Returns the request that resumes this one. Args: tokens: int [C], the completion tokens drawn for it.
 
         >>> r = Request(id=3, tokens=np.array([5]), sampling=Sampling(max_tokens=8), group=0, rng_key=(0, 0, 0, 0))
-        >>> r.after(np.array([7, 2])).offset, r.after(np.array([7, 2])).sampling.max_tokens
+        >>> r.resume_from(np.array([7, 2])).offset, r.resume_from(np.array([7, 2])).sampling.max_tokens
         (2, 6)
         """
         return replace(
@@ -177,11 +177,11 @@ class PartialOutput:
     finish_reason: FinishReason | None = None
     """Why it ended; None = it continues. rollout/stopping.py has the rule."""
 
-    def after(self, count: int) -> PartialOutput:
+    def skip_tokens(self, count: int) -> PartialOutput:
         """Returns the same without its first tokens."""
         return replace(self, tokens=self.tokens[count:], logprobs=self.logprobs[count:], versions=self.versions[count:])
 
-    def finished(self, reason: FinishReason, logits: np.ndarray | None = None) -> Output:
+    def to_output(self, reason: FinishReason, logits: np.ndarray | None = None) -> Output:
         """Returns the result of the request, whose tokens these are."""
         return Output(**{**vars(self), "finish_reason": reason}, logits=logits)
 

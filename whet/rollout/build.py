@@ -16,7 +16,7 @@ from whet.rollout.base import Constraint, RolloutEngine, Sampling
 from whet.rollout.constrained_decoding import Grammars
 from whet.rollout.generate_options import freeze_options, validate_options
 
-__all__ = ["describe_engine", "make_engine", "make_grammars", "make_sampling"]
+__all__ = ["describe_engine", "final_engine", "make_engine", "make_grammars", "make_sampling"]
 
 log = logging.getLogger("whet")
 
@@ -63,6 +63,26 @@ def _check_stop_strings(strings: Sequence[str], stop_ids: Sequence[int], tokeniz
                 )
 
 
+def final_engine(
+    spec: Any, loaded: LoadedModel, samplings: Sequence[Sampling] = (), generation_kwargs: Iterable[str] = ()
+) -> Any:
+    """Returns "hf" where "embedded" can't do what is asked for; the reason is logged. Args: as of `make_engine`.
+
+    Raises: ConfigError: options that transformers does not have.
+    """
+    if spec == "embedded" and not loaded.packable:
+        log.warning(
+            "rollout_engine 'embedded' can't run this model (%s); using 'hf'", "; ".join(loaded.unpackable_reasons)
+        )
+        spec = "hf"
+    if names := sorted({*generation_kwargs, *(name for s in samplings for name, _ in s.generation_kwargs)}):
+        validate_options(dict.fromkeys(names))
+        if spec == "embedded":
+            log.warning("generation_kwargs (%s) are transformers' own; using 'hf'", ", ".join(names))
+            spec = "hf"
+    return spec
+
+
 def make_engine(
     spec: Any,
     loaded: LoadedModel,
@@ -91,21 +111,12 @@ def make_engine(
     """
     from whet.rollout import resolve_engine
 
-    if spec == "embedded" and not loaded.packable:
-        log.warning(
-            "rollout_engine 'embedded' can't run this model (%s); using 'hf'", "; ".join(loaded.unpackable_reasons)
-        )
-        spec = "hf"
+    spec = final_engine(spec, loaded, samplings, generation_kwargs)
     if spec in ("vllm", "sglang") and is_prompt_tuned(loaded.module):
         raise ConfigError(
             f"rollout_engine {spec!r} can't read the model's learned prompt (PEFT's prompt tuning); set "
             "rollout_engine=embedded, which becomes 'hf' here"
         )
-    if names := sorted({*generation_kwargs, *(name for s in samplings for name, _ in s.generation_kwargs)}):
-        validate_options(dict.fromkeys(names))
-        if spec == "embedded":
-            log.warning("generation_kwargs (%s) are transformers' own; using 'hf'", ", ".join(names))
-            spec = "hf"
     _warn_unused(spec, config)
     engine_class: Any = resolve_engine(spec)
     cls = engine_class.func if isinstance(engine_class, functools.partial) else engine_class

@@ -324,9 +324,9 @@ class Masks:
         """
         micro = micro.on_host
         sampled = micro.batch.versions[micro.token_index] >= 0
-        return self.of(sampling, micro.targets.numpy(), micro.sequence.numpy(), sampled.numpy())
+        return self.replay(sampling, micro.targets.numpy(), micro.sequence.numpy(), sampled.numpy())
 
-    def of(self, sampling: Sampling, tokens: np.ndarray, sequence: np.ndarray, sampled: np.ndarray) -> torch.Tensor:
+    def replay(self, sampling: Sampling, tokens: np.ndarray, sequence: np.ndarray, sampled: np.ndarray) -> torch.Tensor:
         """Returns the masks of `Grammars.replay`, with the same arguments and errors; sequences are complete."""
         cuts = [0, *(np.flatnonzero(sequence[1:] != sequence[:-1]) + 1).tolist(), len(tokens)]
         spans: dict[Hashable, list[slice]] = {}

@@ -552,11 +552,11 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Parti
     try:
         while counts:
             for output in engine.step(timeout_s=0.0):
-                yield _finite(output.after(counts.pop(output.id)))
+                yield _finite(output.skip_tokens(counts.pop(output.id)))
             for i, partial in engine.peek(counts).items():
                 if len(partial.tokens) > counts[i]:
                     count, counts[i] = counts[i], len(partial.tokens)
-                    yield _finite(partial.after(count))
+                    yield _finite(partial.skip_tokens(count))
             if counts and not engine.stats().in_flight:
                 raise EngineError(f"the engine is idle, but {len(counts)} requests never finished")
     finally:

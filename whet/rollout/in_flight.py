@@ -103,7 +103,7 @@ class InFlightRequest:
 
     def resumed(self) -> Request:
         """Returns the request that continues after the tokens drawn so far."""
-        return self.request.after(np.array(self.tokens, np.int32)) if self.tokens else self.request
+        return self.request.resume_from(np.array(self.tokens, np.int32)) if self.tokens else self.request
 
     def partial(self, tokens: np.ndarray = NONE, logprobs: np.ndarray = NONE, version: int = 0) -> PartialOutput:
         """Returns all of its tokens so far. Args: those drawn after `self.tokens`, and the version that drew them."""
@@ -117,4 +117,4 @@ class InFlightRequest:
     def output(self, reason: FinishReason) -> Output:
         """Returns its result. Args: reason: why it ended."""
         logits = np.concatenate(self.logits)[: len(self.tokens)] if self.logits else None
-        return self.partial().finished(reason, logits)
+        return self.partial().to_output(reason, logits)

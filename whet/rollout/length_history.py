@@ -25,14 +25,14 @@ class LengthHistory:
 
     >>> import numpy as np
     >>> lengths = LengthHistory()
-    >>> lengths.of("train", [Prompt(tokens=np.array([1]), source="a", row=7)])
+    >>> lengths.expected("train", [Prompt(tokens=np.array([1]), source="a", row=7)])
     [None]
     """
 
     def __init__(self) -> None:
         self._lengths: dict[str, dict[int, int]] = {}
 
-    def of(self, kind: str, prompts: Sequence[Prompt]) -> list[int | None]:
+    def expected(self, kind: str, prompts: Sequence[Prompt]) -> list[int | None]:
         """Returns tokens of each prompt's longest completion the last time; None = it had none yet."""
         lengths = self._lengths.get(kind, {})
         return [lengths.get(p.row) for p in prompts]

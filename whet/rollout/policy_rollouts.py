@@ -42,7 +42,8 @@ class PolicyRollouts:
         build: makes the engine.
         policy: gives it weights and version.
         vocab_size: of the model; None = unknown.
-        ranks: the processes that sample together, each a share of the prompts; None = one.
+        ranks: the processes that sample together, each a share of the prompts, or those of a TensorParallelEngine
+            one share together; None = one.
         trace: receives the calls of tools.
         check_every: check every n-th sync of an engine with a copy of the weights; 0 = none.
     """
@@ -112,7 +113,7 @@ class PolicyRollouts:
         self.resume()
         self.sync_check.finish(self.driver, self._policy, self._vocab_size)
         seed, step, first = rng_key
-        expected = self._lengths.of(kind, prompts) if run_episode is None else [None] * len(prompts)
+        expected = self._lengths.expected(kind, prompts) if run_episode is None else [None] * len(prompts)
         greedy_sampling = replace(sampling, temperature=0.0)
         first_id = self.driver.next_id
 
@@ -132,7 +133,14 @@ class PolicyRollouts:
                 groups += [_without_greedy(g, num_generations) for g in batch_groups] if greedy else batch_groups
             return [(g.completions, g.rewards, g.greedy) for g in groups], self.driver.next_id - first_id
 
-        shares = self._ranks.scatter_gather(sample_share, range(len(prompts)))
+        def sample_together(places: Sequence[int]) -> tuple[list[tuple[Any, ...]], int]:
+            """The same, on the first of the processes that divide the model; on the others its engine's calls."""
+            with engine.leading() as leads:
+                return sample_share(places) if leads else ([], 0)
+
+        engine: Any = self.engine
+        share, together = (sample_together, engine.ranks.size) if hasattr(engine, "leading") else (sample_share, 1)
+        shares = self._ranks.scatter_gather(share, range(len(prompts)), together=together)
         self.driver.next_id = first_id + sum(count for _, count in shares)
         drawn = [fields for share, _ in shares for fields in share]
         groups = [

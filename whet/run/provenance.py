@@ -41,8 +41,8 @@ __all__ = [
     "check_same_inputs",
     "check_same_settings",
     "check_settings",
+    "function_source",
     "record_inputs",
-    "source_of",
     "to_loadable",
     "weights_digest",
 ]
@@ -122,7 +122,7 @@ def record_inputs(
         "stop_ids": list(stop_ids),
         "tokenizer": _tokenizer(tokenizer),
         "evaluation": evaluation,
-        "code": {what: source_of(fn) for what, fn in functions},
+        "code": {what: function_source(fn) for what, fn in functions},
     }
 
 
@@ -366,7 +366,7 @@ def _digest(tree: Any) -> str:
 # ---- code ------------------------------------------------------------------------------------------------------------
 
 
-def source_of(fn: Any) -> list[str | None]:
+def function_source(fn: Any) -> list[str | None]:
     """Returns the source file of a function, class, object or reference, and the file's digest.
 
     Both are None for whet's own code, and for code outside of files.

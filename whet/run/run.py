@@ -103,6 +103,8 @@ class Run:
         own = Observers([*builtin_observers(config), *observers])
         self.observers = own if self.ranks.is_writer else Observers([])
         self._signals = SignalHandler()
+        if self.checkpoints.root is None:
+            self._signals.effect = "stopping after this step; nothing is saved, since trainer.run_dir is not set"
         if self.ranks.size > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
             seconds = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
             self._signals.effect += (

@@ -185,7 +185,7 @@ class EngineLoop:
             for i, partial in self.engine.peek(i for i in streamed if i in self._in_flight).items():
                 flight = self._in_flight[i]
                 if len(partial.tokens) > flight.delivered:
-                    flight.generation.events.put((flight.index, partial.after(flight.delivered)))
+                    flight.generation.events.put((flight.index, partial.skip_tokens(flight.delivered)))
                     flight.delivered = len(partial.tokens)
             if self._in_flight and not self.engine.stats().in_flight:
                 raise EngineError(f"the engine is idle, but {len(self._in_flight)} requests never finished")
@@ -203,7 +203,7 @@ class EngineLoop:
             flight.generation.events.put(error)
             self._cancel(flight.generation)
             return
-        flight.generation.events.put((flight.index, output.after(flight.delivered)))
+        flight.generation.events.put((flight.index, output.skip_tokens(flight.delivered)))
 
     def _fail_all(self, error: Exception) -> None:
         """Ends all requests in flight with an error."""

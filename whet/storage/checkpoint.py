@@ -53,7 +53,7 @@ __all__ = [
     "remove_old_checkpoints",
     "save_weights",
     "step_folders",
-    "step_of",
+    "step_number",
     "verify_checkpoint",
     "write_checkpoint",
     "write_folder_atomic",
@@ -357,10 +357,10 @@ def check_format(path: Path, number: Any, *, weights: Path) -> None:
         )
 
 
-def step_of(folder: Path) -> int | None:
+def step_number(folder: Path) -> int | None:
     """Returns the step in a folder's name; None if it is not the name of a checkpoint.
 
-    >>> step_of(Path("step-000100")), step_of(Path("step-000100.broken")), step_of(Path("step-0000100"))
+    >>> step_number(Path("step-000100")), step_number(Path("step-000100.broken")), step_number(Path("step-0000100"))
     (100, None, None)
     """
     match = _STEP.fullmatch(folder.name)
@@ -379,7 +379,7 @@ def read_run_id(folder: Path) -> str | None:
 
 def step_folders(root: Path) -> list[Path]:
     """Returns the folders with a checkpoint's name, oldest step first."""
-    folders = [(step, p) for p in root.glob("step-*") if (step := step_of(p)) is not None] if root.is_dir() else []
+    folders = [(step, p) for p in root.glob("step-*") if (step := step_number(p)) is not None] if root.is_dir() else []
     return [p for _, p in sorted(folders)]
 
 

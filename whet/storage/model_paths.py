@@ -179,7 +179,7 @@ def resolved_path_message(source: str, folder: str) -> str:
             break
         newer.append(run.name)
     unfinished = f" ({', '.join(newer)}: newer, and not finished)" if newer else ""
-    return f"{source}: taking {folder}{unfinished}"
+    return f"{source}: using {folder}{unfinished}"
 
 
 def find_runs(folder: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from whet.config import Role
 from whet.errors import CheckpointError
-from whet.storage.checkpoint import check_format, read_state, step_of
+from whet.storage.checkpoint import check_format, read_state, step_number
 
 __all__ = ["check_storable", "read_run_state"]
 
@@ -39,7 +39,7 @@ def read_run_state(path: Path, needs: Iterable[str] = ()) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has an unexpected format: no {', '.join(missing)}; resume from another step-* folder"
         )
-    step, named = state["step"], step_of(path.parent)
+    step, named = state["step"], step_number(path.parent)
     if named is not None and (type(step) is not int or step != named):
         raise CheckpointError(
             f"{path} is of step {step!r:.40}, but its folder is named {path.parent.name}; rename the folder back, or "

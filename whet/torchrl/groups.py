@@ -272,7 +272,7 @@ def mc_advantage(trajectories: Iterable[Trajectory], grpo_size: int, **options: 
 
 def _normalize(rewards: Tensor) -> Tensor:
     """(r − mean) / max(σ, 1e-6) of one group: [n], fp32, exactly 0 if all are equal."""
-    g = GroupedRewards.by(rewards, torch.zeros(len(rewards), dtype=torch.long, device=rewards.device))
+    g = GroupedRewards.from_group_ids(rewards, torch.zeros(len(rewards), dtype=torch.long, device=rewards.device))
     return g.advantages((g.rewards - g.mean) / g.std(1).clamp(min=MIN_STD))
 
 

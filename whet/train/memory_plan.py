@@ -94,6 +94,8 @@ class ModelSizes:
     """Of the largest decoder layer."""
     kv_bytes: int
     """Keys and values of one token, of all layers."""
+    kv_heads: int
+    """Of the layer that has the fewest."""
     activation_bytes: int
     """What the backward pass needs of one token, without checkpointing."""
     layer_input_bytes: int
@@ -165,9 +167,11 @@ class ShapesLayout(Layout):
     def __init__(self, tokens: int) -> None:
         self.position_ids = torch.arange(tokens, device="meta")[None]
         self.kv_bytes: dict[int, int] = {}
+        self.kv_heads: dict[int, int] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Returns a result of the right shape. Args: as Layout's."""
+        self.kv_heads[layer] = k.shape[1]
         self.kv_bytes[layer] = (k.nbytes + v.nbytes) // k.shape[-2]
         return _FusedAttention.apply(q, k, v)  # type: ignore[no-any-return]
 
@@ -223,6 +227,7 @@ def measure_model(role: RoleConfig, *, trained: bool, scores: bool = False) -> M
         layers=module.config.get_text_config().num_hidden_layers,
         layer_parameters=max(sum(p.numel() for p in x.parameters()) for x in module.get_decoder().layers),
         kv_bytes=sum(layout.kv_bytes.values()),
+        kv_heads=min(layout.kv_heads.values()),
         activation_bytes=(second - first) // (_TRIALS[1] - _TRIALS[0]),
         layer_input_bytes=module.config.get_text_config().hidden_size * dtype.itemsize,
         dtype_bytes=dtype.itemsize,
@@ -333,7 +338,8 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
     """Returns the parts of weights, moments and gradients, of all models.
 
     With several processes trained weights are fp32 shards, which the optimizer updates. The whole model in its compute
-    dtype is there during the rollout; during the update, embedding, norm and head, one layer, and the next one.
+    dtype is there during the rollout, or with tensor parallelism a process's part of it; during the update, embedding,
+    norm and head, one layer, and the next one.
     Gradients are whole between the passes of an update, and become shards as the last pass goes through the layers, or
     as each pass does (sync_each_microbatch). Tensor parallelism divides layers, and leaves embedding and head whole.
     """
@@ -354,7 +360,9 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
         layer = sizes.layer_parameters / tensor
         divided = (outside + sizes.layers * layer) / sizes.parameters  # the share that tensor parallelism leaves
         held = divided * tensor / shards
-        whole = sizes.parameters * (1 if tensor == 1 else 1 + divided)  # the rollout also has what it is gathered from
+        whole = float(sizes.parameters)
+        if tensor > 1:  # a rollout with whole matrices also has what they are gathered from
+            whole *= divided if _divides_rollout(config) else 1 + divided
         gathered = Part(gathered.name, float(width * whole), float(width * (outside + min(2, sizes.layers) * layer)))
         reference, moments, masters = reference * held, moments * held, 0.0
         weights = (4.0 * sizes.trained + width * (sizes.parameters - sizes.trained)) * held
@@ -370,23 +378,31 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
     ]
 
 
+def _divides_rollout(config: PlannedRun) -> bool:
+    """Returns whether the processes that divide matrices sample together, if there are several."""
+    return isinstance(config, RunConfig) and config.rollout_engine in ("auto", "embedded")
+
+
 def _held_in_passes(
     config: PlannedRun, sizes: ModelSizes, tokens: int, checkpointing: str, kv_tokens: int, is_bounded: bool
 ) -> list[Part]:
     """Returns the parts of a pass of training, and of the engine. Args: is_bounded: its cache is."""
     own_tokens, keys = -(-tokens // config.trainer.context_parallel_size), _gathered_keys(config)
     turns = copy = graphs = 0.0
+    divides = _divides_rollout(config)
+    kv_bytes = sizes.kv_bytes / (min(config.trainer.tensor_parallel_size, sizes.kv_heads) if divides else 1)
     if isinstance(config, RunConfig) and config.rollout_engine == "vllm":
         copy = float(sizes.dtype_bytes * sizes.parameters)
     elif isinstance(config, RunConfig):
-        graphs = GRAPH_BYTES + GRAPH_ROWS * sizes.activation_bytes / sizes.layers
+        if not divides or config.trainer.tensor_parallel_size == 1:
+            graphs = GRAPH_BYTES + GRAPH_ROWS * sizes.activation_bytes / sizes.layers
         if config.rollout.max_turns > 1 and not is_bounded:
-            turns = float(min(CONVERSATION_BYTES, sizes.kv_bytes * kv_tokens))
+            turns = float(min(CONVERSATION_BYTES, kv_bytes * kv_tokens))
     reserve = RESERVE if isinstance(config, RunConfig) else 0.0
     return [
         Part(f"activations, {own_tokens:,} tokens", 0.0, sizes.activations(own_tokens, checkpointing, keys)),
         Part("logits of the head, in parts", 0.0, sizes.logits(own_tokens)),
-        Part(f"KV cache, {kv_tokens:,} tokens", float(sizes.kv_bytes * kv_tokens), 0.0),
+        Part(f"KV cache, {kv_tokens:,} tokens", kv_bytes * kv_tokens, 0.0),
         Part("KV of earlier turns", turns, 0.0),
         Part("captured decode steps", graphs, graphs),
         Part("weights of vLLM", copy, 0.0),

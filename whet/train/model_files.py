@@ -140,14 +140,14 @@ class ModelFiles:
         """
         state = read_state(folder / "state.pt", needs=("version",) if self.optim is None else ("version", "optim"))
         check_format(folder / "state.pt", state.get("format"), weights=folder)
-        weights, saved = self._weights(), shards.under("model.")
+        weights, saved = self._weights(), shards.with_prefix("model.")
         check_same_weights(saved.folder, weights, {name: shape for name, (shape, _) in saved.tensors.items()})
         saved.read(weights)
         for name, p in self.loaded.module.named_parameters():
             if self.masters.get(name, p) is not p:
                 p.data.copy_(self.masters[name])
         if self.optim is not None:
-            of_optim = shards.under("optim.")
+            of_optim = shards.with_prefix("optim.")
             moments = {n: self.optim.empty_moment(n, *kind) for n, kind in of_optim.tensors.items()}
             of_optim.read(moments)
             self.optim.load(folder / "optimizer.safetensors", state["optim"], moments)

@@ -34,7 +34,7 @@ from whet.storage.checkpoint import (
     read_run_id,
     remove_checkpoint,
     remove_old_checkpoints,
-    step_of,
+    step_number,
     verify_checkpoint,
     write_checkpoint,
     write_folder_atomic,
@@ -135,7 +135,7 @@ class Checkpoints:
 
     def _is_own(self, folder: Path) -> bool:
         """Returns whether a checkpoint is one of this run's step-* folders."""
-        if self.root is None or step_of(folder) is None:
+        if self.root is None or step_number(folder) is None:
             return False
         return folder.absolute().parent.resolve() == self.root.resolve()
 
@@ -146,7 +146,7 @@ class Checkpoints:
         """
         if not self.ranks.is_writer:
             return
-        late = [p for p in ([] if self.root is None else list_checkpoints(self.root)) if (step_of(p) or 0) > after]
+        late = [p for p in ([] if self.root is None else list_checkpoints(self.root)) if (step_number(p) or 0) > after]
         for folder in late:
             if read_run_id(folder) != self.run:
                 raise CheckpointError(
@@ -386,7 +386,7 @@ class Checkpoints:
             )
         shards = ShardReader(folder / SHARDS, self.ranks) if (folder / SHARDS).is_dir() else None
         for role, trainer in self.trainers.items():
-            own = None if shards is None else shards.under(f"{role.value}.")
+            own = None if shards is None else shards.with_prefix(f"{role.value}.")
             trainer.load(self.place(folder, role.value), skipped=state["skipped"].get(role.value, 0), shards=own)
             if trainer.train_steps != updates[role.value]:
                 raise CheckpointError(
@@ -405,7 +405,7 @@ class Checkpoints:
         """
         for role, worker in self.only_read.items():
             if role.value in replaced:
-                worker.load(folder / role.value, None if shards is None else shards.under(f"{role.value}."))
+                worker.load(folder / role.value, None if shards is None else shards.with_prefix(f"{role.value}."))
                 worker.replaced = True
             elif worker.replaced:
                 raise CheckpointError(

@@ -328,6 +328,11 @@ class RoleWorkers:
         sizes = loop.context_parallel_size, loop.data_parallel_replicate_size, loop.tensor_parallel_size
         return make_mesh(self.device(Role.ACTOR).type, self.ranks.size, *sizes)
 
+    def share_values(self, tensor: torch.Tensor) -> None:
+        """Gives a tensor the values of the first of the processes that divide matrices together, in place."""
+        assert self._mesh.tensor is not None
+        torch.distributed.broadcast(tensor, group=self._mesh.tensor.get_group(), group_src=0)
+
     def device(self, role: Role) -> torch.device:
         """Returns the device on which a role's model is loaded; of several processes each has its own GPU."""
         usual = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

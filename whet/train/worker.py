@@ -528,12 +528,13 @@ class ModelWorker:
 
     # ---- weights and state ---------------------------------------------------------------------------------------
 
-    def rollout_weights(self) -> AbstractContextManager[nn.Module]:
+    def rollout_weights(self, *, parts: bool = False) -> AbstractContextManager[nn.Module]:
         """Returns a context for engines: the module's parameters are plain tensors in the dtype that it computes in.
 
+        Args: parts: as of Placement.weights.
         Example: `with worker.rollout_weights(): outputs = engine.step()`.
         """
-        return self.placement.weights()
+        return self.placement.weights(parts=parts)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, compute-dtype tensor), one at a time, each shared tensor under each of its names.

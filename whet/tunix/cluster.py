@@ -23,7 +23,7 @@ from whet.ops import LogitsProcessors
 from whet.rollout import resolve_engine
 from whet.rollout.base import RolloutEngine
 from whet.rollout.text import as_batch, encode_prompts
-from whet.storage.checkpoint import step_of
+from whet.storage.checkpoint import step_number
 from whet.train.metric_reduction import Metrics
 from whet.train.role_trainer import RoleTrainer, check_token_ids
 from whet.train.worker import Loss
@@ -133,7 +133,7 @@ class RLEngine(cluster.RLCluster):
         """The step of the newest checkpoint of checkpoint_root_directory, from which a learner goes on; 0 = none."""
         if self._restored is None:
             checkpoint = self.checkpoints.find("latest") if self.training_config.checkpoint_root_directory else None
-            self._restored = (step_of(checkpoint) or 0) if checkpoint is not None else 0
+            self._restored = (step_number(checkpoint) or 0) if checkpoint is not None else 0
         return self._restored
 
     @property

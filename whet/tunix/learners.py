@@ -284,7 +284,7 @@ class TunixLearner(RLLearner):
         groups = self._groups(step, example)
         rewards = self._reward_batch(groups)
         if isinstance(self, ppo.PPOLearner):
-            batch = ppo.with_has_reward(batch, rewards)
+            batch = ppo.add_has_reward(batch, rewards)
         return (default_step or step).replace(groups=groups, rewards=rewards, batch=batch)
 
     def _groups(self, step: Step, example: TrainExample) -> list[Group]:

@@ -14,7 +14,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["PhaseMemory", "available_memory", "empty_cache", "memory_metrics", "on_device", "peak_flops", "peak_of"]
+__all__ = [
+    "PhaseMemory",
+    "available_memory",
+    "empty_cache",
+    "memory_metrics",
+    "on_device",
+    "peak_flops",
+    "peak_flops_by_name",
+]
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -140,13 +148,13 @@ def peak_flops(device: torch.device) -> float | None:
 
     >>> peak_flops(torch.device("cpu"))
     """
-    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return peak_flops_by_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-def peak_of(name: str) -> float | None:
+def peak_flops_by_name(name: str) -> float | None:
     """Returns the FLOP/s of the GPU of this name; None = unknown.
 
-    >>> peak_of("NVIDIA H100 80GB HBM3"), peak_of("NVIDIA A10G"), peak_of("Tesla T4")
+    >>> peak_flops_by_name("NVIDIA H100 80GB HBM3"), peak_flops_by_name("NVIDIA A10G"), peak_flops_by_name("Tesla T4")
     (989000000000000.0, None, None)
     """
     words = f" {name} ".replace("-", " ")

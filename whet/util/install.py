@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-__all__ = ["DISTRIBUTION", "REPOSITORY", "foreign_whet", "install_hint", "is_checkout"]
+__all__ = ["DISTRIBUTION", "REPOSITORY", "conflicting_version", "install_hint", "is_checkout"]
 
 DISTRIBUTION = "whet-rl"
 """The name of the distribution, as in pyproject.toml."""
@@ -42,7 +42,7 @@ def install_hint(extra: str = "", options: str = "") -> str:
     return " ".join(word for word in ("pip install", options, target) if word)
 
 
-def foreign_whet() -> str | None:
+def conflicting_version() -> str | None:
     """Returns the version of the other project's distribution `whet`; None = it is not installed.
 
     An installation from the time when this project had that name is recognised by its command.

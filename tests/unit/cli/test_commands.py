@@ -193,7 +193,7 @@ def test_conversations_train_in_process_and_one_that_is_stopped_says_the_command
     capsys.readouterr()
     assert main(["grpo", f"trainer.run_dir={folder}", "trainer.resume=latest", "trainer.max_steps=3"]) == 0
     said = capsys.readouterr().err
-    assert "resume: settings of the run that the command does not set again: " in said
+    assert "resume: settings of the run that the command does not set again:\n" in said
     assert "trainer.seed=3 (default 0)" in said
     assert main(["grpo", f"trainer.run_dir={folder}", "trainer.resume=latest", "trainer.seed=4"]) == 2
     assert "trainer.seed: 3 -> 4" in capsys.readouterr().err

@@ -248,7 +248,7 @@ def test_a_token_budget_below_the_longest_sequence_is_refused_with_both_numbers(
         ({"stop": [""]}, "empty string"),
         ({"eval": {"temp": 1.0}}, "eval.temp: unknown key"),
         ({"eval": {"top_p": 0.0}}, "eval.top_p must lie"),
-        ({"tensor_parallel_size": 2}, "on one device"),
+        ({"tensor_parallel_size": 2}, "set trainer.tensor_parallel_size"),
     ],
 )
 def test_rollout_ranges(given, message):

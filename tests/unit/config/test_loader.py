@@ -124,7 +124,7 @@ def test_a_section_is_no_shorthand():
         ("reward={a: b}", "reward.a: expected a number, got 'b'"),
         ("algo.num_generations=1", "algo.num_generations must be greater than 1"),
         ("algo.use_rollout_logps=yes", "expected true or false, got 'yes'"),
-        ("rollout.tensor_parallel_size=2", "rollout.tensor_parallel_size: this release runs an engine on one device"),
+        ("rollout.tensor_parallel_size=2", "rollout.tensor_parallel_size: the processes that divide matrices"),
         ("actor.betas={", "actor.betas: not YAML"),
         ("trainer.run_dir=", "trainer.run_dir must not be empty, got ''; leave the key out"),
         ("model=", "actor.model must not be empty"),

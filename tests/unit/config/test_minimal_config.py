@@ -21,12 +21,12 @@ from whet.config import (
 from whet.config.algo.presets import PRESETS
 from whet.config.base import config_from_dict
 from whet.config.minimal_config import fields_without_effect, minimal_config
-from whet.config.resume import FULL_CONFIG_FILE, kept_from_run, load_resumable
+from whet.config.resume import FULL_CONFIG_FILE, load_resumable, non_default_run_values
 from whet.errors import ConfigError
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 OF_RECIPE = {"demo_ppo": PPORunConfig, "demo_sft": SFTRunConfig, "demo_rm": RMRunConfig, "demo_dpo": DPORunConfig}
-OF_RECIPE |= {"smollm2_dpo": DPORunConfig, "smollm2_format_sft": SFTRunConfig}
+OF_RECIPE |= {"smollm2_dpo": DPORunConfig, "smollm2_format_sft": SFTRunConfig, "smollm2_calculator_sft": SFTRunConfig}
 GIVEN = [
     (RunConfig, {}),
     (RunConfig, {"critic": {}, "trainer": {"checkpointing_options": {}, "keep_best": "accuracy"}}),
@@ -137,7 +137,7 @@ def test_a_resumed_run_goes_on_under_other_defaults_and_says_which(tmp_path):
     (tmp_path / "config.yaml").write_text(dump(minimal_config(RunConfig(actor={"model": "m"}))))
     words = ["--config", str(tmp_path / "config.yaml"), f"trainer.run_dir={tmp_path}", "trainer.resume=latest"]
     assert load_resumable(RunConfig, words, SHORTHANDS).rollout.top_k == 50
-    assert kept_from_run(RunConfig, words, SHORTHANDS) == {"rollout.top_k": (50, None)}
+    assert non_default_run_values(RunConfig, words, SHORTHANDS) == {"rollout.top_k": (50, None)}
 
 
 def test_an_edit_of_the_file_that_a_resume_does_not_read_is_refused_and_a_lost_file_is_no_loss(tmp_path):

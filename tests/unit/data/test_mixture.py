@@ -85,6 +85,7 @@ def test_streams_are_mixed_to_within_a_row_until_one_ends():
     ("path", "message"),
     [
         ([], "expected the name of a data set, or a list"),
+        ({"0": {"limit": 4}}, "an item of the list can't be set alone; give the whole list"),
         ([{"weight": 1}], "each data set of a list is a name, or has a path"),
         ([{"path": "a", "wieght": 1}], r"unknown key 'wieght' \(its keys are .*\); did you mean weight"),
         ([{"path": "a", "weight": 1}, "b"], "data set 'b' has weight None; give each of the list a weight above 0"),

@@ -24,7 +24,7 @@ from whet.errors import ConfigError, DataError
 from whet.learners.preference import PreferenceLearner, RewardModelLearner
 from whet.learners.step import ExampleStep
 from whet.models.load import load_model, save_model
-from whet.ops.preference import PREFERENCE_LOSSES, needs_of
+from whet.ops.preference import PREFERENCE_LOSSES, declared_needs
 from whet.train.supervised_models import SupervisedModels
 
 PAIRS = [
@@ -51,7 +51,7 @@ def loop(run_dir=None, **fields):
 def learner(name, model, trainer=None, *, lr=0.01, batch_size=3, reference=None, **algo):
     """A learner of a folder, or of what a function makes."""
     c = PreferenceConfig(loss_type=name, **{**NEEDED.get(name, {}), **algo})
-    reads = needs_of(PREFERENCE_LOSSES[name]).reference and not c.reference_free
+    reads = declared_needs(PREFERENCE_LOSSES[name]).reference and not c.reference_free
     make = (lambda: RoleConfig(model=model, optim=OptimConfig(lr=lr))) if isinstance(model, str) else model
     other = reference or ((model if isinstance(model, str) else make()) if reads else None)
     models = SupervisedModels(actor=make(), reference=other, tokenizer=byte_tokenizer(), config=trainer or loop())
@@ -140,7 +140,7 @@ KINDS = ("aot", "bco_pair", "cpo", "exo_pair", "kto", "orpo", "sigmoid", "simpo"
 def test_a_step_in_micro_batches_is_the_step_of_the_whole_batch(name):
     found = []
     for limit in (10_000, 24):
-        reference = exact_model() if needs_of(PREFERENCE_LOSSES[name]).reference else None
+        reference = exact_model() if declared_needs(PREFERENCE_LOSSES[name]).reference else None
         made = learner(name, moved, loop(max_tokens_per_microbatch=limit), reference=reference)
         found.append(gradient(made, PAIRS))
     (whole, metrics, one), (parts, others, several) = found

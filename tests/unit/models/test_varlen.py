@@ -98,7 +98,7 @@ def here(monkeypatch, kernel):
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     fake_cuda = CASE._replace(device=type("Device", (), {"type": "cuda"})())
     compare = varlen.compare_with_plain
-    monkeypatch.setattr(varlen, "run_apart", lambda device, compare: compare())
+    monkeypatch.setattr(varlen, "run_in_thread", lambda device, compare: compare())
     monkeypatch.setattr(varlen, "compare_with_plain", lambda case, make: compare(
         CASE._replace(device=torch.device("cpu")), lambda *tree: VarlenRow(*tree).attend))  # fmt: skip
     return varlen_unsupported_reason(fake_cuda)

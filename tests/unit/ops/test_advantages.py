@@ -292,7 +292,7 @@ def test_spread_says_which_groups_have_signal():
 
 
 def test_deviations_of_too_few_rewards_are_zero():
-    g = GroupedRewards.by(tensor([3.0, 1.0, 2.0, NAN]), tensor([0, 1, 1, 2]))
+    g = GroupedRewards.from_group_ids(tensor([3.0, 1.0, 2.0, NAN]), tensor([0, 1, 1, 2]))
     assert g.std(1).tolist() == pytest.approx([0.0, 0.5**0.5, 0.5**0.5, 0.0])
     assert g.std(0).tolist() == [0.0, 0.5, 0.5, 0.0]
     assert g.as_one_group.std(0).tolist() == pytest.approx([(2 / 3) ** 0.5] * 4)

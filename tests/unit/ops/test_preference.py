@@ -23,9 +23,9 @@ from whet.ops.preference import (
     PreferenceObjective,
     StepPasses,
     bradley_terry,
+    declared_needs,
     mismatched_rows,
     needs,
-    needs_of,
 )
 from whet.types import LossInputs
 
@@ -77,7 +77,7 @@ def test_values_by_hand(name):
     batch = prepared(made, batch.with_token_columns(ref_logprobs=ref), logprobs)
     loss, metrics = made(inputs(batch, logprobs))
     assert loss.item() == pytest.approx(want, abs=1e-6)
-    if needs_of(PREFERENCE_LOSSES[name]).reference:
+    if declared_needs(PREFERENCE_LOSSES[name]).reference:
         assert metrics["rewards/margins"].item() == 1.0 and metrics["rewards/accuracies"].item() == 1.0
 
 

@@ -13,7 +13,7 @@ from whet.ops import (
     entropy_rank,
     generalized_jsd,
     group_spread,
-    is_likeliest,
+    is_argmax,
     kl_divergence,
     kl_rewards,
     log_mixture,
@@ -48,7 +48,7 @@ CALLS = {
     "weight_metrics": lambda wrong: weight_metrics(S, wrong, mask=MASK, threshold=None, lower=None),
     "draw": lambda wrong: draw(LOGITS, wrong),
     "process_logits": lambda wrong: process_logits(LOGITS, LogitsProcessors(), position=IDS, keep=wrong.long()),
-    "is_likeliest": lambda wrong: is_likeliest(LOGITS, wrong.long()),
+    "is_argmax": lambda wrong: is_argmax(LOGITS, wrong.long()),
     "selective_log_softmax": lambda wrong: selective_log_softmax(LOGITS, wrong.long()),
 }
 

@@ -105,7 +105,7 @@ def test_a_plan_is_never_longer_nor_dearer_than_first_fits_and_tears_no_group_th
         parts = plain_first_fit([(c - 1, 1, c - 1) for c in lengths], budget - p, most)
         copies[k] = len(parts)
         for part in parts:
-            cost = DEAR.of(p) + sum(DEAR.of(c, above=p, targets=c + 1) for _, _, c in part)
+            cost = DEAR.estimate(p) + sum(DEAR.estimate(c, above=p, targets=c + 1) for _, _, c in part)
             units.append((p + sum(c for _, _, c in part), len(part), cost))
     first = plain_first_fit(units, budget, most)
     assert len(micros) <= len(first)

@@ -64,6 +64,19 @@ def test_every_item_is_worked_on_once_and_all_ranks_have_all_results_in_order(co
     assert len(found[0]) == max(1, min(3, count))
 
 
+@pytest.mark.parametrize("count, shares", [(0, {0: []}), (1, {2: [0]}), (3, {0: [0], 2: [1, 2]})])
+def test_neighbours_work_on_the_same_items_and_the_results_of_the_first_are_taken(count, shares):
+    seen = []
+
+    def work(ranks):
+        return ranks.scatter_gather(
+            lambda own: (seen.append(list(own)), (ranks.rank, list(own)))[1], range(count), together=2
+        )
+
+    assert together(4, work) == [list(shares.items())] * 4
+    assert sorted(seen) == sorted([*shares.values(), *shares.values()])
+
+
 def test_a_failure_of_one_rank_is_an_error_on_all():
     def judge(own):
         if 2 in own:

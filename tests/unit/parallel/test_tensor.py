@@ -50,7 +50,8 @@ def without_plan():
 
 @pytest.mark.parametrize("model, size, message", [
     (tiny_model, 3, r"m has 4 attention heads, which .*size=3 does not divide; set it to a divisor of 4 \(1, 2, 4\)"),
-    (tiny_model, 4, r"m has 2 KV heads, which .*size=4 does not divide; set it to a divisor of 2 \(1, 2\)"),
+    (lambda: tiny_model(num_attention_heads=12, num_key_value_heads=3), 2,
+     "m has 3 KV heads, and .*size=2 is neither a divisor nor a multiple of that; set it to one of 1, 3, 6, 12"),
     (lambda: tiny_model(intermediate_size=49), 2, r"layers.0.mlp.gate_proj of m has 49 outputs.*of 49 \(1, 7, 49"),
     (experts, 2, "layers.0.mlp.experts.* is '.*' in transformers' plan, and only colwise and rowwise layers"),
     (lambda: adapted(lora_dropout=0.1), 2, "layers.0.self_attn.o_proj reads a part of its inputs, of which"),

@@ -81,7 +81,7 @@ def test_named_algorithm_fields_come_beside_kwargs_and_columns_go_before_them():
 
 def test_a_column_does_not_hide_what_every_function_is_offered():
     inputs = dataclasses.replace(INPUTS, columns={"completions": ["gold", "gold"], "mode": ["hard", "easy"]})
-    assert inputs.offered()["completions"] == ["aa", "b"] and inputs.offered()["mode"] == "eval"
+    assert inputs.keywords()["completions"] == ["aa", "b"] and inputs.keywords()["mode"] == "eval"
 
 
 def test_a_partial_keeps_what_it_has_bound():

@@ -257,7 +257,7 @@ def test_parts_judged_apart_are_the_batch_judged_together():
     assert known[0] == pytest.approx(known[1], nan_ok=True) and joined.metrics["time/rewards/spread"].value > 0
     assert joined.weights == whole.weights
     assert joined.texts == whole.texts and joined.groups == list(whole.groups)
-    assert joined.inputs.offered() == whole.inputs.offered()
+    assert joined.inputs.keywords() == whole.inputs.keywords()
     assert joined.table.keys() == whole.table.keys()
     for name, values in whole.table.items():
         np.testing.assert_array_equal(joined.table[name], values)

@@ -226,7 +226,7 @@ def test_a_turn_that_was_aborted_goes_on_where_it_stopped(model):
     def run(episode):  # the first four tokens, then the rest of the same turn
         asked = episode.request(episode.prompt.tokens, sampling)
         part = yield replace(asked, sampling=replace(sampling, max_tokens=4))
-        rest = yield asked.after(part.tokens)
+        rest = yield asked.resume_from(part.tokens)
         return completion(part, rest, generation=0)
 
     (parts,) = RolloutDriver(engine).run([Episode(rows(1)[0], (0, 0, 0, 0), run)])

@@ -152,14 +152,14 @@ def test_only_models_that_are_read_have_their_weights_noted_and_only_the_users_c
 
 
 def test_the_source_of_objects_references_and_builtins():
-    assert [provenance.source_of(fn)[0] for fn in (len, "no_such_module:name", "math:sqrt")] == [None] * 3
+    assert [provenance.function_source(fn)[0] for fn in (len, "no_such_module:name", "math:sqrt")] == [None] * 3
     wrapped = functools.wraps(_metrics)(lambda **_: {})
     wrapped.__code__ = length_reward.__code__  # written elsewhere than what it wraps
     for fn in (wrapped, Judge(), Judge, Judge().__call__, functools.partial(_metrics)):
-        assert provenance.source_of(fn)[0] == __file__, fn
+        assert provenance.function_source(fn)[0] == __file__, fn
     made = {}
     exec("def f(): pass", made)
-    assert provenance.source_of(made["f"]) == [None, None]
+    assert provenance.function_source(made["f"]) == [None, None]
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------

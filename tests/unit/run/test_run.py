@@ -286,6 +286,7 @@ def test_a_run_that_is_asked_to_stop_saves_its_step_and_says_where(make, tmp_pat
     for root, said in ((tmp_path, f"checkpoint: {tmp_path}/checkpoints/step-000001\n.* resume=\"latest\""),
                        (None, "nothing is saved: trainer.run_dir is not set$")):  # fmt: skip
         run = Run(make(run_dir=root and str(root)), rows(8))
+        assert ("nothing is saved" if root is None else "with a checkpoint") in run._signals.effect
         with pytest.raises(KeyboardInterrupt, match=f"^stopped after step 1; {said}"), run:
             run._signals.stop_requested = True
             step(run)

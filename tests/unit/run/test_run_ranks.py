@@ -96,7 +96,7 @@ def test_a_rollout_that_one_rank_gives_up_ends_all_with_the_finished_steps_saved
 
 def test_under_torchrun_the_message_of_a_signal_names_its_time_limit(monkeypatch):
     effects = lambda: [run._signals.effect for run in together(2, lambda ranks: learner(ranks).new_run(rows(6)))]
-    assert effects() == ["stopping after this step, with a checkpoint"] * 2
+    assert effects() == ["stopping after this step; nothing is saved, since trainer.run_dir is not set"] * 2
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert all("torchrun ends the processes after 30 s; if the step takes longer" in x for x in effects())
 

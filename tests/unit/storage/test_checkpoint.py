@@ -24,7 +24,7 @@ from whet.storage.checkpoint import (
     remove_checkpoint,
     save_weights,
     step_folders,
-    step_of,
+    step_number,
     verify_checkpoint,
     write_checkpoint,
     write_folder_atomic,
@@ -286,7 +286,7 @@ def test_what_has_the_name_of_a_checkpoint_and_is_none_is_moved_aside(tmp_path, 
 
 def test_a_name_is_a_step_in_one_spelling():
     names = ["step-000007", "step-1000000", "step-0000007", "step-7", "step-٠٠٠٠٠٧", "step-000007.broken", "x"]
-    assert [step_of(Path(name)) for name in names] == [7, 1_000_000, None, None, None, None, None]
+    assert [step_number(Path(name)) for name in names] == [7, 1_000_000, None, None, None, None, None]
 
 
 def test_the_move_of_latest_that_fails_is_an_error_in_words(tmp_path, monkeypatch):

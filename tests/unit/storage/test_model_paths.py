@@ -37,7 +37,7 @@ def test_a_checkpoint_is_loaded_by_all_that_load(run, caplog):
     caplog.set_level("INFO", "whet")
     assert load_model(step).packable and len(load_tokenizer(step)) == 259
     assert Sampler(step)("2+2=", 2).text
-    assert f"{step}: taking {step}/actor" in caplog.text
+    assert f"{step}: using {step}/actor" in caplog.text
 
 
 def test_an_unfinished_run_is_an_error_with_the_checkpoint_to_give(run):
@@ -65,11 +65,11 @@ def test_a_folder_of_runs_stands_for_the_newest_that_has_finished_or_says_what_i
         os.utime(runs / name / "config.yaml", (2**31 + time, 2**31 + time))
     caplog.set_level("INFO", "whet")
     assert Sampler(runs)("2+2=", 2).text and load_tokenizer(runs).eos_token_id == 256
-    assert f"{runs}: taking {runs}/new/final" in caplog.messages
+    assert f"{runs}: using {runs}/new/final" in caplog.messages
     os.utime(run / "metrics.jsonl", (2**31 + 3, 2**31 + 3))
     assert (
         resolved_path_message(str(runs), model_folder_of(runs))
-        == f"{runs}: taking {runs}/new/final (run: newer, and not finished)"
+        == f"{runs}: using {runs}/new/final (run: newer, and not finished)"
     )
     (runs / "only" / "a").mkdir(parents=True)
     with pytest.raises(ConfigError, match="only has no model, tokenizer or run, but a; give the folder of one"):

@@ -410,6 +410,8 @@ def test_several_processes_share_what_the_mesh_says(tmp_path):
     outside = sizes.parameters - sizes.layers * layer
     assert divided["shards of weights"].update == 4 * (outside / 2 + sizes.layers * layer / 8)
     assert divided["gathered weights"].update == 2 * (outside + 2 * layer / 4)
+    assert divided["gathered weights"].rollout == 2 * (outside + sizes.layers * layer / 4)
+    assert divided["KV cache"].rollout == one["KV cache"].rollout / 4
     assert divided["gradients"].update == pytest.approx(4 * (outside + sizes.layers * layer / 4) + 6 * outside)
 
 

@@ -39,7 +39,7 @@ def scalerl_advantages(
     >>> scalerl_advantages(tensor([0., 1., 3., 6.]), tensor([0, 0, 1, 1]), advantage_eps=0.0)  # a ∓1/2, ∓3/2: σ² = 5/3
     tensor([-0.3873,  0.3873, -1.1619,  1.1619])
     """
-    g = GroupedRewards.by(rewards, group_ids)
+    g = GroupedRewards.from_group_ids(rewards, group_ids)
     centred = torch.where(g.known & g.spread, g.rewards - g.mean, 0.0)
     std = GroupedRewards(centred, g.known, torch.zeros_like(g.group), 1).std(advantage_ddof)
     return g.advantages(centred / (std + advantage_eps))
@@ -73,7 +73,7 @@ def reinforce_advantages(
     >>> reinforce_advantages(rewards, tensor([0, 0, 1])), reinforce_advantages(rewards, tensor([0, 1, 2]))
     (tensor([ 0.5000, -0.5000,  3.0000]), tensor([-1., -2.,  3.]))
     """
-    g = GroupedRewards.by(rewards, group_ids)
+    g = GroupedRewards.from_group_ids(rewards, group_ids)
     use_batch_stats = torch.full_like(g.known, global_norm) | (g.count < 2)
     centred = g.rewards - torch.where(use_batch_stats, g.as_one_group.mean, g.mean)
     if norm_var:
@@ -101,7 +101,7 @@ def reinforce_plus_plus_advantages(x: AdvantageInputs, *, gamma: float = 1.0) ->
     >>> reinforce_plus_plus_advantages(x, gamma=0.0)  # returns 0, 1, 0, 3: mean 1, variance 2
     tensor([-0.7071,  0.0000, -0.7071,  1.4142])
     """
-    known = GroupedRewards.by(x.rewards, x.group_of).known
+    known = GroupedRewards.from_group_ids(x.rewards, x.group_of).known
     kept = x.mask & known.index_select(0, x.trajectory)
     return masked_whiten(_returns_to_go(x, gamma), kept).float()
 
@@ -124,7 +124,7 @@ def reinforce_plus_plus_baseline_advantages(x: AdvantageInputs) -> Tensor:
     >>> reinforce_plus_plus_baseline_advantages(x)  # -1 three times and 1: mean -1/2, variance 1
     tensor([-0.5000, -0.5000, -0.5000,  1.5000])
     """
-    g = GroupedRewards.by(x.returns, x.group_of)
+    g = GroupedRewards.from_group_ids(x.returns, x.group_of)
     centred = torch.where(g.known & g.spread, g.rewards - g.mean, 0.0)
     kept = x.mask & g.known.index_select(0, x.trajectory)
     return masked_whiten(centred.index_select(0, x.trajectory), kept).float()
@@ -146,7 +146,7 @@ def remax_advantages(x: AdvantageInputs) -> Tensor:
     >>> remax_advantages(x)
     tensor([ 0.5000,  0.5000, -0.5000])
     """
-    known = GroupedRewards.by(x.rewards, x.group_of).known
+    known = GroupedRewards.from_group_ids(x.rewards, x.group_of).known
     baseline = x.need("greedy_rewards").double().index_select(0, x.group_of)
     kept = x.mask & (known & ~baseline.isnan()).index_select(0, x.trajectory)
     advantages = _returns_to_go(x, gamma=1.0) - baseline.index_select(0, x.trajectory)
@@ -180,10 +180,12 @@ def gdpo_advantages(x: AdvantageInputs, *, advantage_eps: float = 1e-6, advantag
         columns.append((1.0, x.returns - x.rewards))
     total = torch.zeros(len(x.rewards), dtype=torch.float64)
     for weight, rewards in columns:
-        g = GroupedRewards.by(rewards, x.group_of)
+        g = GroupedRewards.from_group_ids(rewards, x.group_of)
         z = (g.rewards - g.mean) / (g.std(advantage_ddof) + advantage_eps)
         total += weight * torch.where(g.known & g.spread, z, 0.0)
-    batch = GroupedRewards.by(torch.where(x.rewards.isnan(), torch.nan, total), torch.zeros_like(x.group_of))
+    batch = GroupedRewards.from_group_ids(
+        torch.where(x.rewards.isnan(), torch.nan, total), torch.zeros_like(x.group_of)
+    )
     return batch.advantages((batch.rewards - batch.mean) / (batch.std(advantage_ddof) + advantage_eps))
 
 

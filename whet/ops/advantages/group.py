@@ -52,7 +52,7 @@ def grpo_advantages(
     >>> grpo_advantages(tensor([1., 0., 5.]), tensor([0, 0, 1]), scale_rewards="none")  # group 0 has mean 0.5
     tensor([ 0.5000, -0.5000,  0.0000])
     """
-    g = GroupedRewards.by(rewards, group_ids)
+    g = GroupedRewards.from_group_ids(rewards, group_ids)
     scale = g.scale(scale_rewards, advantage_ddof)
     centred = g.rewards - g.mean
     return g.advantages(centred if scale is None else centred / (scale + advantage_eps))
@@ -95,7 +95,7 @@ def rloo_advantages(
     >>> rloo_advantages(tensor([1., 2., 3.]), tensor([0, 0, 0]))  # 1 - 5/2, 2 - 4/2, 3 - 3/2
     tensor([-1.5000,  0.0000,  1.5000])
     """
-    g = GroupedRewards.by(rewards, group_ids)
+    g = GroupedRewards.from_group_ids(rewards, group_ids)
     advantages = g.rewards - (g.total - g.rewards) / (g.count - 1).clamp(min=1)
     if not normalize_advantages:
         return g.advantages(advantages)
@@ -120,7 +120,7 @@ def opo_advantages(x: AdvantageInputs) -> Tensor:
     >>> opo_advantages(x)  # baseline (3·1 + 1·0) / 4
     tensor([ 0.2500, -0.7500])
     """
-    g = GroupedRewards.by(x.returns, x.group_of)
+    g = GroupedRewards.from_group_ids(x.returns, x.group_of)
     lengths = torch.where(g.known, x.lengths, 0).double()
     return g.advantages(g.rewards - g.sum(lengths * g.rewards) / g.sum(lengths).clamp(min=1))
 
@@ -146,7 +146,7 @@ def pass_at_k_advantages(
     >>> pass_at_k_advantages(tensor([1., 4., 2.]), tensor([0, 0, 0]), scale_rewards="none")
     tensor([0., 2., 0.])
     """
-    g = GroupedRewards.by(rewards, group_ids)
+    g = GroupedRewards.from_group_ids(rewards, group_ids)
     is_best = g.known & (g.rewards == g.extreme("amax")[g.group])
     is_single_best = is_best & (g.sum(is_best.long()) == 1)
     second = g.extreme("amax", among=~is_best)[g.group]
@@ -169,7 +169,7 @@ def maxrl_advantages(rewards: Tensor, group_ids: Tensor, *, advantage_eps: float
     >>> maxrl_advantages(tensor([1., 0., 0., 0.]), tensor([0, 0, 0, 0]), advantage_eps=0.0)  # (1 - 1/4) / (1/4)
     tensor([ 3., -1., -1., -1.])
     """
-    g = GroupedRewards.by(rewards, group_ids)
+    g = GroupedRewards.from_group_ids(rewards, group_ids)
     if (g.rewards < 0).any():
         at = int((g.rewards < 0).nonzero()[0])
         raise DataError(

@@ -22,7 +22,7 @@ class GroupedRewards:
     """Rewards in groups of any size. Each statistic is repeated for every completion of its group; NaN is ignored.
 
     >>> from torch import tensor
-    >>> g = GroupedRewards.by(tensor([1., 0., 5., torch.nan]), tensor([7, 7, 9, 9]))
+    >>> g = GroupedRewards.from_group_ids(tensor([1., 0., 5., torch.nan]), tensor([7, 7, 9, 9]))
     >>> g.mean.tolist(), g.count.tolist(), g.spread.tolist()
     ([0.5, 0.5, 5.0, 5.0], [2, 2, 1, 1], [True, True, False, False])
     >>> g.advantages(g.rewards - g.mean)
@@ -39,7 +39,7 @@ class GroupedRewards:
     """The number of groups."""
 
     @classmethod
-    def by(cls, rewards: Tensor, group_ids: Tensor) -> GroupedRewards:
+    def from_group_ids(cls, rewards: Tensor, group_ids: Tensor) -> GroupedRewards:
         """Rewards by group.
 
         Args: rewards [N], NaN = not applicable. group_ids: Long [N], any ids in any order.

@@ -36,7 +36,7 @@ def turn_rloo_advantages(x: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     >>> turn_rloo_advantages(x)  # returns 3 and 1 of the first, 0.5 of the second
     tensor([ 2.5000,  0.0000,  0.5000, -2.5000])
     """
-    g = GroupedRewards.by(x.returns, x.group_of)
+    g = GroupedRewards.from_group_ids(x.returns, x.group_of)
     returns = torch.where(g.known[:, None], _returns_of_turns(x, gamma), 0.0)
     total = torch.zeros(g.num_groups, returns.shape[1], dtype=torch.float64).index_add_(0, g.group, returns)
     others = total.index_select(0, g.group) - returns

@@ -8,7 +8,7 @@ from torch import Tensor
 from whet.errors import ConfigError
 from whet.ops.masked import segment_mean
 from whet.ops.policy_losses.base import LossOutput, name_metrics_by_level, output, zero_without_advantage
-from whet.ops.policy_losses.ratios import detached_advantages, log_ratios, ratio_metrics, upper
+from whet.ops.policy_losses.ratios import detached_advantages, log_ratios, ratio_metrics, resolve_epsilon_high
 from whet.types import LossInputs
 
 __all__ = ["clipped_surrogate", "gmpo"]
@@ -54,7 +54,7 @@ def clipped_surrogate(
     >>> clipped_surrogate(x)[0]  # r = e is clipped to 1.2: -2 * 1.2
     tensor([-2.4000])
     """
-    low, high = 1 - epsilon, 1 + upper(epsilon, epsilon_high)
+    low, high = 1 - epsilon, 1 + resolve_epsilon_high(epsilon, epsilon_high)
     if delta is not None and not delta >= 1:
         raise ConfigError(f"delta {delta!r} must be at least 1: below, a ratio of 1 has no gradient where A > 0")
     if epsilon_c is not None and not epsilon_c > 1:
@@ -99,7 +99,7 @@ def gmpo(x: LossInputs, *, epsilon: float = 0.2, epsilon_high: float | None = No
     >>> gmpo(x, epsilon=0.4)[0]  # -exp((0.4 - 0.4) / 2)
     tensor([-1., -1.])
     """
-    high = upper(epsilon, epsilon_high)
+    high = resolve_epsilon_high(epsilon, epsilon_high)
     advantages = detached_advantages(x)
     log_ratio, clamped = log_ratios(x, "token")
     clipped = torch.where(advantages > 0, clamped.clamp(max=high), clamped.clamp(min=-epsilon))

@@ -11,13 +11,13 @@ from torch import Tensor
 from whet.ops.masked import masked_column, segment_sum
 from whet.ops.policy_losses.base import LossOutput, name_metrics_by_level, output, zero_without_advantage
 from whet.ops.policy_losses.ratios import (
-    by_sign,
     check_at_least_0,
     check_positive,
     detached_advantages,
     log_ratios,
     ratio_metrics,
-    upper,
+    resolve_epsilon_high,
+    scalar_where,
 )
 from whet.types import LossInputs
 
@@ -87,7 +87,7 @@ def cispo(
     >>> cispo(x)[0]  # r = e is cut to 1.2: -1.2 * 2 * -1
     tensor([2.4000])
     """
-    cap = 1 + upper(epsilon, epsilon_high)
+    cap = 1 + resolve_epsilon_high(epsilon, epsilon_high)
     least = None if cispo_epsilon_low is None else 1 - cispo_epsilon_low
     check_at_least_0(cispo_epsilon_low=cispo_epsilon_low)
     return _capped(x, least, cap, importance_sampling_level)
@@ -111,7 +111,7 @@ def cispo_trl(
     >>> cispo_trl(x)[0]  # r = 1 is cut to 0.2
     tensor([0.4000])
     """
-    return _capped(x, None, upper(epsilon, epsilon_high), importance_sampling_level)
+    return _capped(x, None, resolve_epsilon_high(epsilon, epsilon_high), importance_sampling_level)
 
 
 def _capped(x: LossInputs, least: float | None, cap: float, level: str) -> LossOutput:
@@ -165,8 +165,8 @@ def vespo(
     log_ratio, clamped = log_ratios(x, "token")
     of_tokens = clamped.detach() if correction is None else clamped.detach() + _log_weight(correction(x), x.mask)
     log_w = segment_sum(of_tokens, x.sequence, x.num_sequences).clamp(_SMALLEST, 20.0).index_select(0, x.sequence)
-    k = by_sign(advantages >= 0, vespo_k_pos, vespo_k_neg, like=log_w)
-    rate = by_sign(advantages >= 0, vespo_lambda_pos, vespo_lambda_neg, like=log_w)
+    k = scalar_where(advantages >= 0, vespo_k_pos, vespo_k_neg, like=log_w)
+    rate = scalar_where(advantages >= 0, vespo_lambda_pos, vespo_lambda_neg, like=log_w)
     phi = torch.where(x.mask, (rate + k * log_w - rate * log_w.exp()).exp(), 0.0)
     used = log_ratios(x, "sequence-sum")[1]
     metrics = {"vespo/phi_seq_mean": phi, **ratio_metrics(log_ratio, used, x.mask)}

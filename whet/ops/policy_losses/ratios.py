@@ -100,12 +100,12 @@ def detached_advantages(x: LossInputs) -> Tensor:
     return masked_column(x.need("advantages"), x.mask).detach()
 
 
-def by_sign(first: Tensor, pos: float, neg: float, *, like: Tensor) -> Tensor:
+def scalar_where(first: Tensor, pos: float, neg: float, *, like: Tensor) -> Tensor:
     """The number `pos` where `first` is True, else `neg`: [s], in the dtype of `like`."""
     return torch.where(first, torch.full_like(like, pos), torch.full_like(like, neg))
 
 
-def upper(epsilon: float, epsilon_high: float | None) -> float:
+def resolve_epsilon_high(epsilon: float, epsilon_high: float | None) -> float:
     """ε_high, which is ε where it is not set. Raises ConfigError: one of them is negative."""
     check_at_least_0(epsilon=epsilon, epsilon_high=epsilon_high)
     return epsilon if epsilon_high is None else epsilon_high

@@ -6,12 +6,12 @@ import torch
 
 from whet.ops.policy_losses.base import LossOutput, name_metrics_by_level, output, zero_without_advantage
 from whet.ops.policy_losses.ratios import (
-    by_sign,
     check_positive,
     detached_advantages,
     log_ratios,
     ratio_metrics,
-    upper,
+    resolve_epsilon_high,
+    scalar_where,
 )
 from whet.types import LossInputs
 
@@ -46,7 +46,7 @@ def sapo(
     check_positive(sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg)
     advantages = detached_advantages(x)
     log_ratio, used = log_ratios(x, importance_sampling_level)
-    temperature = by_sign(advantages > 0, sapo_temperature_pos, sapo_temperature_neg, like=used)
+    temperature = scalar_where(advantages > 0, sapo_temperature_pos, sapo_temperature_neg, like=used)
     gate = torch.sigmoid(temperature * (used.exp() - 1)) * 4 / temperature
     return output(-advantages * gate, ratio_metrics(log_ratio, used, x.mask))
 
@@ -70,7 +70,7 @@ def cispo_torchrl(
     >>> cispo_torchrl(x)[0]  # r = 1/e is held at 0.8
     tensor([-1.6000])
     """
-    low, high = 1 - epsilon, 1 + upper(epsilon, epsilon_high)
+    low, high = 1 - epsilon, 1 + resolve_epsilon_high(epsilon, epsilon_high)
     advantages = detached_advantages(x)
     log_ratio, used = log_ratios(x, importance_sampling_level)
     ratio, some = used.exp(), advantages != 0

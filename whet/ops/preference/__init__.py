@@ -25,9 +25,9 @@ from whet.ops.preference.inputs import (
     Side,
     StepColumns,
     StepInputs,
+    declared_needs,
     make_pair,
     needs,
-    needs_of,
     preference_inputs,
 )
 from whet.ops.preference.optimal_transport import aot, aot_unpaired
@@ -67,11 +67,11 @@ __all__ = [
     "alpha_reward",
     "bounded",
     "bradley_terry",
+    "declared_needs",
     "log_odds",
     "make_pair",
     "mismatched_rows",
     "needs",
-    "needs_of",
     "preference_inputs",
     "smoothed_logsigmoid",
 ]

@@ -24,9 +24,9 @@ __all__ = [
     "Side",
     "StepColumns",
     "StepInputs",
+    "declared_needs",
     "make_pair",
     "needs",
-    "needs_of",
     "preference_inputs",
 ]
 
@@ -178,7 +178,7 @@ def needs(**declared: Any) -> Callable[[LossFn], LossFn]:
     >>> @needs(reference=False)
     ... def own(p, *, beta=0.1):
     ...     return -(beta * (p.chosen.logps - p.rejected.logps)).sigmoid().log()
-    >>> needs_of(own).reference, needs_of(partial(own, beta=1.0)).rows, needs_of(print).reference
+    >>> declared_needs(own).reference, declared_needs(partial(own, beta=1.0)).rows, declared_needs(print).reference
     (False, 'pairs', True)
     """
 
@@ -189,10 +189,10 @@ def needs(**declared: Any) -> Callable[[LossFn], LossFn]:
     return declare
 
 
-def needs_of(loss: Callable[..., Any]) -> Needs:
+def declared_needs(loss: Callable[..., Any]) -> Needs:
     """The declaration of a loss, or of a partial's function, by `needs`.
 
-    >>> needs_of(needs(rows="labels")(lambda p: p.chosen.logratio)).rows
+    >>> declared_needs(needs(rows="labels")(lambda p: p.chosen.logratio)).rows
     'labels'
     """
     while isinstance(loss, partial):

@@ -25,7 +25,7 @@ from whet.ops.preference.inputs import (
     Needs,
     PreferenceInputs,
     StepInputs,
-    needs_of,
+    declared_needs,
     preference_inputs,
 )
 from whet.ops.preference.pairs import sigmoid
@@ -100,7 +100,7 @@ class PreferenceObjective:
                 f"loss_weights has {len(self.loss_weights)} numbers for {len(self.losses)} losses "
                 f"({', '.join(self.losses)}); give one for each"
             )
-        declared = {name: needs_of(loss) for name, loss in self.losses.items()}
+        declared = {name: declared_needs(loss) for name, loss in self.losses.items()}
         if len({need.rows for need in declared.values()}) > 1:
             shown = ", ".join(f"{name}: {need.rows}" for name, need in declared.items())
             raise ConfigError(f"losses of pairs and of rows with a label can't be mixed ({shown}); choose one kind")
@@ -123,7 +123,7 @@ class PreferenceObjective:
     @functools.cached_property
     def needs(self) -> Needs:
         """The needs of all its losses together."""
-        declared = [needs_of(loss) for loss in self.losses.values()]
+        declared = [declared_needs(loss) for loss in self.losses.values()]
         return Needs(
             rows=declared[0].rows,
             reference=not self.reference_free and any(n.reference for n in declared),
@@ -210,7 +210,7 @@ class PreferenceObjective:
         place = batch.unit_of, (x.need(self._side(x)) < 0.5).long()
         running = dict(step.running)
         for loss in self.losses.values():
-            needs = needs_of(loss)
+            needs = declared_needs(loss)
             if needs.step is None or (needs.policy_pass or needs.mismatched_pass) != passes:
                 continue
             parameters = inspect.signature(needs.step).parameters.values()

@@ -361,10 +361,12 @@ def _make_block(
     attention = _known_children(parts["self_attn"], ATTENTION_PARTS, ATTENTION_NORMS)
     mlp = _known_children(parts["mlp"], MLP_PARTS)
     norms, weight, scale = None, None, 1.0
+    kv = plain_linear(attention["k_proj"]).weight.shape[0] // size  # pyright: ignore[reportOptionalMemberAccess]
     before, after = _Norm(parts["input_layernorm"]), _Norm(parts["post_attention_layernorm"])
     if ATTENTION_NORMS & set(attention):
         norms = (_Norm(attention["q_norm"]), _Norm(attention["k_norm"]))
-        heads = (attention["q_proj"].out_features + 2 * attention["k_proj"].out_features) // size
+        queries = plain_linear(attention["q_proj"]).weight.shape[0]  # pyright: ignore[reportOptionalMemberAccess]
+        heads = queries // size + 2 * kv
         weight = norms[0].weight.new_zeros(heads, size)
         if weight.dtype == torch.float32:  # half precision keeps the module's roundings
             scale, options = options["scale"], {**options, "scale": 1.0}
@@ -381,7 +383,7 @@ def _make_block(
         qk_norms=norms,
         qkv_weight=weight,
         q_scale=scale,
-        kv=attention["k_proj"].out_features // size,
+        kv=kv,
         options=options,
     )
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from whet.errors import format_exception
 from whet.models import varlen
 from whet.models.attention import Layout
-from whet.models.flex import TOLERANCE, run_apart
+from whet.models.flex import TOLERANCE, run_in_thread
 from whet.rollout.engine.growing_memory import GrowingMemory, make_memory
 
 __all__ = ["KVPool", "PoolCase", "PoolLayout", "SequenceTables", "pool_unsupported_reason"]
@@ -267,7 +267,7 @@ def pool_unsupported_reason(case: PoolCase) -> str | None:
     if case.dtype.itemsize != 2:
         return f"varlen_attn has no {case.dtype}"
     try:
-        reason = run_apart(case.device, lambda: _difference(case))
+        reason = run_in_thread(case.device, lambda: _difference(case))
     except Exception as error:  # an older torch, and GPUs, head sizes and options that the kernel does not take
         reason = f"it fails: {format_exception(error, 200)}"
     if reason is not None:

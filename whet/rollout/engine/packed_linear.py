@@ -125,12 +125,16 @@ class PackedLinear:
         layer, base = self.layers[i], self._linears[i]
         if base is not layer and i not in self._merged:  # half precision; or dropped, and not renewed yet
             return layer(x)
-        return F.linear(x, self._merged.get(i, base.weight), base.bias)
+        weight, sum_parts = self._merged.get(i, base.weight), getattr(base, "sum_parts", None)
+        if sum_parts is None or weight.shape[1] == base.in_features:
+            return F.linear(x, weight, base.bias)
+        y = sum_parts(F.linear(x, weight))  # each process has some columns
+        return y if base.bias is None else y.add_(base.bias)
 
     @property
     def width(self) -> int:
-        """Width of the output."""
-        return sum(layer.out_features for layer in self._linears)
+        """Width of the output, or of this process's part of it."""
+        return sum(layer.weight.shape[0] for layer in self._linears)
 
     @property
     def inputs(self) -> int:

@@ -69,9 +69,8 @@ class PoolRunner(Runner):
         rows = padded_rows(max_batch)
         self.state = torch.zeros(9, rows, dtype=torch.long, device=self.device)
         self._ends = torch.arange(2 * rows + 1, dtype=torch.int32, device=self.device)
-        if not (
-            dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        ):  # there FSDP has the memory of the parameters
+        is_one = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+        if is_one:  # FSDP makes and frees the memory of parameters
             forward.join_products()
         forward.ensure_positions(min(longest, capacity))
 

@@ -83,6 +83,8 @@ class Runner:
         self.state = torch.zeros(6, rows, dtype=torch.long, device=self.device)
         self.seen: Tensor | None = None
         self.groups: list[tuple[SamplingPlan, Tensor | None]] = []
+        self.share_draws: Callable[[Tensor], None] = lambda tokens: None
+        """Gives drawn tokens, in place, the values of the process that decides, where several run the same rows."""
         self.why_eager = ""
         """Why steps are not captured, on a GPU."""
 
@@ -352,6 +354,7 @@ class Runner:
                 t, lp = sample_rows(logits.index_select(0, index), plan, **selected)  # pyright: ignore[reportArgumentType]
                 tokens.index_copy_(0, index, t)
                 logprobs.index_copy_(0, index, lp)
+        self.share_draws(tokens)
         if seen is not None:
             seen.scatter_(1, tokens.unsqueeze(1), True)
         return tokens, logprobs

@@ -1,0 +1,43 @@
+"""Processes that divide a model's matrices draw the tokens of one process, each with its part of weights and KV."""
+
+import pytest
+import torch
+from helpers import full
+from processes import needs_gloo, start, wait
+from rollout_programs import MODELS, sample_together, sampled
+
+
+@needs_gloo
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("size, tensor, names", [
+    (2, 2, ["fused"]),
+    full(2, 2, ["one KV head", "module", "adapter"]),
+    full(4, 2, ["fused", "adapter"]),
+    full(4, 4, ["fused"]),
+])  # fmt: skip
+def test_processes_that_divide_matrices_draw_the_tokens_of_one(tmp_path, size, tensor, names):
+    processes = start(size, sample_together, tmp_path, names, tensor)
+    try:
+        one = {name: sampled(MODELS[name]()) for name in names}
+    finally:
+        wait(processes, tmp_path, 200)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
+    for name in names:
+        calls = []
+        for rank, found in enumerate(ranks):
+            own, alone = found[name], one[name]
+            assert [tokens for tokens, _ in own["drawn"]] == [tokens for tokens, _ in alone["drawn"]]
+            for (_, a), (_, b) in zip(own["drawn"], alone["drawn"], strict=True):
+                assert a == pytest.approx(b, abs=1e-4)
+            assert own["again"] == alone["again"]  # after an error in the middle of a rollout
+            assert own["backbone"].split()[0] == ("module" if name == "module" else "fused")
+            assert "the tool is broken" in own["error"] and "the tool is broken" in alone["error"]
+            calls += own["calls"]
+            if rank % tensor:
+                assert not own["calls"]
+            heads = 1 if name == "one KV head" else 2
+            if size == tensor:  # the same requests on each
+                assert own["kv"] == alone["kv"] / min(tensor, heads)
+            outside = sum(p.nbytes for n, p in MODELS[name]().named_parameters() if ".layers." not in n)
+            assert own["weights"] < outside + 0.8 * (alone["weights"] - outside)
+        assert sorted(calls) == alone["calls"]  # each once
