@@ -1,4 +1,4 @@
-"""The environment of calculator.yaml: the model calculates with a tool that it calls.
+"""The environment of calculator.yaml and smollm2_calculator_grpo.yaml: the model calculates with a tool that it calls.
 
 A question asks for a sum, a difference or a product in words, `12 times 34?`. The model calls `calculate` with the
 expression, and says the result. The starting model, trained by SFT, calls the tool in one of three conversations, with
