@@ -21,7 +21,7 @@ import numpy as np
 
 from whet.data.templates import ChatTemplate
 from whet.envs.multi_turn import PROMPT, stand_in
-from whet.rollout.base import Output
+from whet.rollout.base import Output, PartialOutput
 from whet.rollout.driver import Episode, completion
 from whet.types import Completion, FinishReason, Message
 
@@ -192,8 +192,9 @@ class Session:
             return Turn(tokens, None, tokens, [], TOKENS_KEY, str)
         return Turn(tokens, node, tokens[len(node.tokens) :], node.messages, TOKENS_KEY, str)
 
-    def end(self, turn: Turn, output: Output, message: Message) -> None:
-        """Records a sampled turn. Args: turn: of `begin`. output: its tokens. message: as the agent received it."""
+    def end(self, turn: Turn, output: PartialOutput, message: Message) -> None:
+        """Records a sampled turn. Args: turn: of `begin`. output: all its tokens. message: as the agent received it."""
+        assert isinstance(output, Output), "a turn is recorded when it has ended"
         with self._lock:
             node = turn.node
             if node is None or node.continued:

@@ -158,7 +158,8 @@ def test_keys_that_attention_gathers_for_a_shared_prompt_are_counted(tmp_path, m
 
     (part,) = [p for p in plan_memory(config, sizes).parts if p.name.startswith("activations")]
     assert saved(128) - saved(64) == pytest.approx(part.update / 2, rel=0.02)
-    assert part.update > 1.05 * sizes.activations(640, "none")
+    keys = (64 + 4 * (64 + 64)) / (64 + 4 * 64)  # a token's: a prompt, and four completions that read it too
+    assert part.update == pytest.approx(sizes.activations(640, "none") + (keys - 1) * 640 * sizes.kv_bytes)
 
 
 def test_a_cache_is_what_the_plan_says(tmp_path):
@@ -208,14 +209,14 @@ def test_settings_that_fit_are_found_and_named(tmp_path):
     ("name", "extra", "memory", "fits"),
     [
         ("0.6B", [], 24, True),
-        ("1.7B", [], 24, False),
-        ("1.7B", [], 80, True),
-        ("4B", ["actor.lora.r=16"], 24, True),
-        ("8B", ["actor.lora.r=16"], 80, True),
+        pytest.param("1.7B", [], 24, False, marks=pytest.mark.full),
+        pytest.param("1.7B", [], 80, True, marks=pytest.mark.full),
+        pytest.param("4B", ["actor.lora.r=16"], 24, True, marks=pytest.mark.full),
+        pytest.param("8B", ["actor.lora.r=16"], 80, True, marks=pytest.mark.full),
         ("8B", [], 80, False),
         ("8B", ["actor.lora.r=16", "actor.quantization=nf4"], 24, True),
         ("0.6B", ["PPO"], 24, True),
-        ("4B", ["PPO"], 80, False),
+        pytest.param("4B", ["PPO"], 80, False, marks=pytest.mark.full),
     ],
 )
 def test_what_fits_where(tmp_path, name, extra, memory, fits):
