@@ -175,7 +175,7 @@ class OffloadPlacement(Placement):
                 self._offload_all()
 
     @contextmanager
-    def weights(self) -> Iterator[nn.Module]:
+    def weights(self, *, parts: bool = False) -> Iterator[nn.Module]:
         """See Placement; the weights of a model that is only read are moved to the device."""
         with self.during("read"):
             yield self.module
