@@ -79,7 +79,7 @@ def test_every_entry_of_the_tables_is_of_use():
         ("grpo", "rollout.vllm.max_model_len", "rollout.max_tokens_to_generate bound a sequence"),
         ("grpo", "actor.use_remove_padding", "rows are always packed, without padding"),
         ("grpo", "trainer.n_gpus_per_node", "torchrun starts several processes, and FSDP2 shards the weights"),
-        ("grpo", "actor_rollout_ref.rollout.tensor_model_parallel_size", "divides matrices in training; in"),
+        ("grpo", "actor_rollout_ref.rollout.tensor_model_parallel_size", "in training and in the rollout"),
         ("grpo", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "mean trainer.max_tokens_per_micro"),
         ("grpo", "algorithm.fsdp.size", "unknown key algorithm.fsdp: torchrun starts several"),
         ("grpo", "algorithm.norm_adv_by_std_in_grpo", "did you mean algo.scale_rewards?"),

@@ -198,7 +198,9 @@ async def step(state, action, extra_info):
 """
 
 
-@pytest.mark.parametrize(("source", "rewards"), [(NEWEST, {1.25}), (SEPTEMBER, {1.5})])
+@pytest.mark.parametrize(
+    ("source", "rewards"), [pytest.param(NEWEST, {1.25}, marks=pytest.mark.full), (SEPTEMBER, {1.5})]
+)
 def test_an_environment_of_a_later_form_runs_unchanged(place, source, rewards, tmp_path):
     (tmp_path / "env.py").write_text(source)
     rows = map(json.loads, (place / "rl.jsonl").read_text().splitlines())

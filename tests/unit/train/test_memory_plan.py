@@ -214,7 +214,7 @@ def test_settings_that_fit_are_found_and_named(tmp_path):
         pytest.param("4B", ["actor.lora.r=16"], 24, True, marks=pytest.mark.full),
         pytest.param("8B", ["actor.lora.r=16"], 80, True, marks=pytest.mark.full),
         ("8B", [], 80, False),
-        ("8B", ["actor.lora.r=16", "actor.quantization=nf4"], 24, True),
+        pytest.param("8B", ["actor.lora.r=16", "actor.quantization=nf4"], 24, True, marks=pytest.mark.full),
         ("0.6B", ["PPO"], 24, True),
         pytest.param("4B", ["PPO"], 80, False, marks=pytest.mark.full),
     ],
