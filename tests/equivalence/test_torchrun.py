@@ -226,6 +226,7 @@ def test_bf16_is_bit_equal_and_resumes_where_each_rank_has_one_pass(folders, mon
 
 @needs_gloo
 @pytest.mark.timeout(200)
+@pytest.mark.full
 def test_an_update_in_bf16_is_that_of_one_process_to_the_rounding_of_bf16(folders, monkeypatch):
     """Here one process takes layers of its own, which round elsewhere."""
     words = {"sft": COMMANDS["sft"], "grpo": GRPO}

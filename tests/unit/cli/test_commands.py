@@ -136,6 +136,7 @@ def test_the_command_trains_from_a_shell_and_leaves_a_complete_folder(tmp_path, 
     assert (folder / "checkpoints" / "step-000002" / "run.pt").is_file()
 
 
+@pytest.mark.full
 def test_a_closed_session_ends_a_run_with_a_checkpoint_though_its_output_is_gone_and_its_reward_forks(tmp_path, words):
     """As a user has it: the reward's workers, the terminal's signal to the whole group, nobody who reads on."""
     (tmp_path / "pooled.py").write_text(

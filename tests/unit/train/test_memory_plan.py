@@ -230,6 +230,7 @@ def test_what_fits_where(tmp_path, name, extra, memory, fits):
     assert (plan.peak <= memory * GB) is fits
 
 
+@pytest.mark.full
 def test_the_recipe_of_gsm8k_fits_24_gb(tmp_path, caplog):
     config = load_run(["--config", str(RECIPE), f"actor.model={qwen3(tmp_path / 'm', '0.6B')}"])
     with caplog.at_level("INFO", "whet"):
