@@ -6,7 +6,6 @@ The loop is `run_turns` (multi_turn.py); messages and token ids are in a ChatTra
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -18,7 +17,7 @@ from whet.data.prompts import PromptEncoder
 from whet.envs.environment import ENVIRONMENT_REWARD, Call, EnvironmentInstance, with_observation
 from whet.envs.failures import EpisodeFailures
 from whet.envs.multi_turn import room_after, run_turns
-from whet.envs.recorded import RecordedAnswers, Tape
+from whet.envs.recorded import RecordedAnswers, Tape, run_recorded
 from whet.envs.script import Script, load_script
 from whet.envs.tool_calls import ToolTemplate, split_reasoning
 from whet.envs.transcript import ChatTranscript
@@ -105,13 +104,8 @@ class Conversation:
 
     def run_episode(self, episode: Episode, sampling: Sampling) -> Turns:
         """Runs an episode. Args: sampling: its max_tokens is that of one turn."""
-        if self.answers is None:
-            run = lambda: self._run_once(episode, sampling, None)
-        else:
-            run = functools.partial(
-                self.answers.replay_or_run, episode, lambda tape: self._run_once(episode, sampling, tape)
-            )
-        return self.failures.run_with_retries(episode, run)
+        run_once = lambda tape: self._run_once(episode, sampling, tape)
+        return self.failures.run_with_retries(episode, lambda: run_recorded(self.answers, episode, run_once))
 
     def _run_once(
         self, episode: Episode, sampling: Sampling, tape: Tape | None

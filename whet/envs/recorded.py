@@ -27,7 +27,7 @@ from whet.rollout.driver import Episode, Turns
 from whet.storage.files import make_writable_folder
 from whet.types import Completion, Prompt
 
-__all__ = ["DivergedError", "RecordedAnswers", "RngKey", "Tape"]
+__all__ = ["DivergedError", "RecordedAnswers", "RngKey", "Tape", "run_recorded"]
 
 
 RngKey = tuple[int, int, int, int]
@@ -161,6 +161,11 @@ class RecordedAnswers:
                 continue
             tapes[record["key"]] = Tape(record["calls"], record["counts"])
         return tapes
+
+
+def run_recorded(answers: RecordedAnswers | None, episode: Episode, run_once: Callable[[Tape | None], Turns]) -> Turns:
+    """Runs an episode: see `RecordedAnswers.replay_or_run`. Args: answers: None = run_once gets no tape."""
+    return run_once(None) if answers is None else answers.replay_or_run(episode, run_once)
 
 
 def _key(rng_key: RngKey, prompt: Prompt) -> str:

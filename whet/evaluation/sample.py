@@ -104,9 +104,9 @@ def describe_sample(step: int, rewards: RewardBatch) -> str:
     another prompt.
     Args: step: its number. rewards: of the step.
     """
-    count = len(rewards.groups)
+    count, have_spread = len(rewards.groups), rewards.have_spread
     order = [(step + i) % count for i in range(count)]
-    chosen = next((i for i in order if rewards.have_spread[i]), order[0])
+    chosen = next((i for i in order if have_spread[i]), order[0])
     group = BestAndWorst()
     group.add(rewards.select([chosen]))
     shown = group._shown()

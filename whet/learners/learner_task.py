@@ -10,7 +10,7 @@ from typing import Any
 from whet.config import Mode, dump_tree
 from whet.data.checksums import compute_checksums
 from whet.data.encoder import Encoder
-from whet.data.prompt_stream import PromptStream
+from whet.data.prompt_stream import PromptStream, batch_to_rows
 from whet.data.sources import load_rows
 from whet.errors import DataError
 from whet.run.provenance import record_inputs
@@ -86,6 +86,15 @@ class LearnerTask(Task):
         if stream.kind == "rows":
             self.check_fit(stream.source)
         return stream
+
+    def first_item(self, stream: PromptStream) -> Any:
+        """Returns the first row, encoded; None = the encoder leaves it out."""
+        if stream.kind == "rows":
+            return stream.source[0]
+        is_batch = stream.kind == "batches"
+        item = stream.encode(batch_to_rows(stream.first, stream.prompt_column)[0] if is_batch else stream.first)
+        stream.encode.reset_counts()  # the row is encoded again when it is read
+        return item
 
     def prepare(self) -> None:
         """Encodes the evaluation data."""

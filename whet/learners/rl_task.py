@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from whet.config import Mode, Role, dump_tree
 from whet.data.lengths import LengthStats, check_prompt_lengths
 from whet.data.preview import prompt_lines
-from whet.data.prompt_stream import PromptStream, batch_to_rows
+from whet.data.prompt_stream import PromptStream
 from whet.data.prompts import PromptEncoder
 from whet.data.text_parts import decode_ids
 from whet.envs.agent import load_agent
@@ -71,15 +71,8 @@ class RLTask(LearnerTask):
 
     def show_first(self, stream: PromptStream, rows: Any) -> None:
         """Logs the first prompt as the model receives it."""
-        encode = self.encoder(Mode.TRAIN)
-        if stream.kind == "rows":
-            prompt = stream.source[0]
-        else:
-            first = batch_to_rows(stream.first, encode.prompt_column)[0] if stream.kind == "batches" else stream.first
-            prompt = encode(first)
-            encode.reset_counts()  # the row is encoded again when it is read
-        if prompt is not None:
-            log.info("first prompt, %s", "\n".join(prompt_lines(encode, prompt)))
+        if (prompt := self.first_item(stream)) is not None:
+            log.info("first prompt, %s", "\n".join(prompt_lines(self.encoder(Mode.TRAIN), prompt)))
 
     def prepare(self) -> None:
         """Encodes the evaluation data, and checks the answers."""

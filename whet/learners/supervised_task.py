@@ -69,10 +69,7 @@ class SupervisedTask(LearnerTask):
         encode = stream.encode
         if not isinstance(encode, RowEncoder):
             return
-        example = stream.source[0] if stream.kind == "rows" else encode(stream.first)
-        if stream.kind != "rows":
-            encode.reset_counts()  # the row is encoded again when it is read
-        if example is not None:
+        if (example := self.first_item(stream)) is not None:
             row = rows[example.row] if stream.kind == "rows" else stream.first
             log.info("first example, %s", "\n".join(example_lines(encode, example, row)))
 

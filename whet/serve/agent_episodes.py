@@ -26,7 +26,7 @@ import numpy as np
 from whet.config.rollout import RolloutConfig
 from whet.envs.agent import AGENT_REWARD, load_agent
 from whet.envs.failures import EpisodeFailures
-from whet.envs.recorded import RecordedAnswers, Tape
+from whet.envs.recorded import RecordedAnswers, Tape, run_recorded
 from whet.envs.sessions import Session
 from whet.errors import DataError, RewardError, format_value
 from whet.rewards.call import function_name
@@ -111,35 +111,34 @@ class AgentEpisodes:
 
     def run_episode(self, episode: Episode, sampling: Sampling) -> Turns:
         """Runs an episode. Args: sampling: its max_tokens is the most of one call."""
-        if self.answers is None:
-            run = lambda: self._run_once(episode, sampling, Tape(replays=False))
-        else:
-            run = functools.partial(
-                self.answers.replay_or_run, episode, lambda tape: self._run_once(episode, sampling, tape)
-            )
-        return self.failures.run_with_retries(episode, run)
+        run_once = lambda tape: self._run_once(episode, sampling, tape)
+        return self.failures.run_with_retries(episode, lambda: run_recorded(self.answers, episode, run_once))
 
-    def _run_once(self, episode: Episode, sampling: Sampling, tape: Tape) -> Turns:
+    def _run_once(self, episode: Episode, sampling: Sampling, tape: Tape | None) -> Turns:
         model = self.model.with_sampling(sampling)
         session, number = Session(model), self._number
         self._number += 1
-        inbox = None if tape.replays else self.server.open_episode()
+        record = tape if tape is not None and tape.replays else None
+        inbox = self.server.open_episode() if record is None else None
         seen: list[ApiError] = []
         try:
             if inbox is not None:
                 self._start(number, inbox, episode)
             end = None
             while end is None:
-                said = np.concatenate([np.zeros(0, np.int32), *(node.output.tokens for node in session.nodes)])
-                if inbox is None:
-                    calls, end = _read_events(tape.next(self.name, said))
+                said = np.zeros(0, np.int32)
+                if tape is not None:
+                    said = np.concatenate([said, *(node.output.tokens for node in session.nodes)])
+                if record is not None:
+                    calls, end = _read_events(record.next(self.name, said))
                 else:
+                    assert inbox is not None
                     events = yield ExternalCall(function=inbox.get, name=self.name, phase="agent", only_waits=True)
                     end = next((e for e in events if isinstance(e, AgentEnd)), None)
                     calls = [e for e in events if isinstance(e, AgentCall)]
                 answered = calls if end is None else []
                 yield from self._answer(episode, model, session, answered)
-                if inbox is not None and self.answers is not None:  # after it: which calls were abandoned is known
+                if tape is not None and record is None:  # after it: which calls were abandoned is known
                     tape.add(self.name, said, _events_record(answered, end))
                 seen += [call.answer for call in calls if isinstance(call.answer, ApiError)]
                 _refuse(calls)
