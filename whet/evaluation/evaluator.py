@@ -421,7 +421,7 @@ class _Work:
         """Returns the results of a batch, with its stored rewards or those that the functions compute now."""
         texts = self._decode(batch.groups)
         if batch.has_rewards:
-            rewards = self.manager.recorded(batch.groups, texts, mode=Mode.EVAL)
+            rewards = self.manager.from_groups(batch.groups, texts, mode=Mode.EVAL)
         else:
             compute = lambda groups: self.manager(groups, self._decode(groups), mode=Mode.EVAL)
             rewards = RewardBatch.cat(self.ranks.scatter_gather(compute, batch.groups))
@@ -445,7 +445,7 @@ class _Work:
         if self.folder is None:
             return
         if rewards is None:
-            rewards = self.manager.recorded(batch.groups, texts, mode=Mode.EVAL)
+            rewards = self.manager.from_groups(batch.groups, texts, mode=Mode.EVAL)
             names, totals = [n for n in self.own_rewards if n in rewards.table], [None] * len(rewards.trajectory_of)
         else:
             names, totals = sorted(rewards.table), rewards.total[rewards.trajectory_of].tolist()

@@ -105,8 +105,9 @@ class Progress:
     """Shows the progress of a run: step, a metric with its curve, other metrics, tokens per second, time left.
 
     In a terminal it updates one line, with a bar and a curve if there is room. Elsewhere it prints a line to stderr at
-    most every 30 seconds, always the last one, and the first one unless it came within a second. It prints nothing on ranks other than 0. In a terminal it runs a
-    thread; a process that is forked meanwhile prints as if there were no bar.
+    most every 30 seconds, always the last one, and the first one unless it came within a second. It prints nothing on
+    ranks other than 0. In a terminal it runs a thread; a process that is forked meanwhile prints as if there were no
+    bar.
 
     Args:
         total: the number of steps of the run; None = unknown.
