@@ -13,7 +13,7 @@ import html
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -222,12 +222,13 @@ class Evaluator:
                 f"an evaluation needs {' and '.join(missing)}; give {'it' if len(missing) == 1 else 'them'}"
             )
 
-    def run(self, description: str | None = None) -> Evaluation:
+    def run(self, description: str | None = None, *, should_stop: Callable[[], bool] = lambda: False) -> Evaluation:
         """Runs the evaluation.
 
-        Args: description: text before a progress bar; None = no bar.
+        Args: description: text before a progress bar; None = no bar. should_stop: asked after each batch.
         Returns: the results, which are also written if there is a folder.
         Raises: DataError: a prompt that can't fit. RewardError: a reward function failed; the completions are kept.
+            KeyboardInterrupt: it should stop, and prompts are left.
         """
         c, started = self.config, time.monotonic()
         folder = None if c.out is None or not self.ranks.is_writer else EvalFolder(c.out, resume=c.resume)
@@ -246,7 +247,11 @@ class Evaluator:
                 work = _Work(self, sampler, folder)
                 self._episodes = work.agents
                 with Progress(len(work.prompts), description=description) as progress:
-                    results = [r for batch in work.batches() for r in work.compute_rewards(batch, progress)]
+                    results: list[PromptResult] = []
+                    for batch in work.batches():
+                        results += work.compute_rewards(batch, progress)
+                        if any(self.ranks.all_gather(should_stop())) and len(results) < len(work.prompts):
+                            raise KeyboardInterrupt(f"stopped after {len(results)} of {len(work.prompts)} prompts")
             evaluation = work.summarize(results, time.monotonic() - started)
             if folder is not None:
                 folder.write_results(evaluation.plain())
