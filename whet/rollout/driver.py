@@ -87,9 +87,9 @@ class Episode:
     def restart(self) -> None:
         """Begins another attempt, with the same draws and without rewards."""
         self.attempts += 1
-        self.rewind()
+        self.reset()
 
-    def rewind(self) -> None:
+    def reset(self) -> None:
         """Takes the attempt back to its start: no draws and no rewards yet."""
         self._draws = 0
         self.rewards.clear()
