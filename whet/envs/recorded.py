@@ -127,7 +127,7 @@ class RecordedAnswers:
             try:
                 return (yield from run_once(record))
             except DivergedError:
-                episode.rewind()
+                episode.reset()
         tape = Tape(replays=False)
         returned = yield from run_once(tape)
         completions = [returned] if isinstance(returned, Completion) else list(returned)

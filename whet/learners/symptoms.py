@@ -141,7 +141,7 @@ def find_sampler_mismatch(
 
 
 def find_out_of_band(row: Mapping[str, float], *, metric: str, band: Band) -> Finding | None:
-    """Returns a metric lies outside its band.
+    """Finds a metric that lies outside its band.
 
     >>> find_out_of_band({"kl": 0.2}, metric="kl", band=Band(above=0.5)) is None
     True

@@ -173,7 +173,10 @@ def test_a_symptom_is_said_once_and_again_only_when_it_got_worse(tiny, diagnosti
         "for 4 steps, since step 6: kl is 3, above 0.5",
     ]
     assert told(Diagnostics(tiny, bands={"kl": Band(above=5.0)}), **kl) == []
-    missed = told(Diagnostics(tiny, bands={"grad_nrm": Band(above=1.0), "eval/x": Band(above=1.0)}), loss=(1.0,) * 5)
+    missed = told(
+        Diagnostics(tiny, bands={"grad_nrm": Band(above=1.0), "eval/x": Band(above=1.0)}),
+        loss=(1.0,) * 5,
+    )
     assert missed == [
         "trainer.warn_when.eval/x: 3 rows, and none had that metric",
         "trainer.warn_when.grad_nrm: 3 rows, and none had that metric",
