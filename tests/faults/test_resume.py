@@ -83,7 +83,7 @@ def fork():
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["train_environment", "train_sft"])
+@pytest.mark.parametrize("kind", ["train", "train_sft", pytest.param("train_environment", marks=pytest.mark.full)])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(fork, tmp_path, kind):
     reference, folder = tmp_path / "reference", tmp_path / "killed"
     rng = random.Random(0)
@@ -97,7 +97,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(fork, tmp_path, kind):
         assert process.exitcode == -9, "the run ended before it could be killed"
         if slow:
             assert list((folder / "checkpoints").glob(".tmp-*"))  # it was caught in the act
-    for where in (folder, reference, folder):  # the environment's answers are those of the killed run
+    for where in (folder, reference, folder):  # the reference has the recorded answers of the killed run
         last = fork(where, kind=kind)
         last.join()
         assert last.exitcode == 0
