@@ -237,7 +237,7 @@ ENGINE = {
     "lora": {"lora": True},
     "chunks": {"prefill_tokens": 16},
     "store chunks": {"prefill_tokens": 16, "pool": False},
-    "bounded": {"kv_cache_tokens": 128},
+    "bounded": {"kv_cache_tokens": 70},  # rows are queued again
     "fp32": {"dtype": torch.float32, "pool": False},
     "gemma2": {"family": "gemma2", "pool": False},
     "gemma3": {"family": "gemma3", "pool": False},
