@@ -44,7 +44,7 @@ from whet.ops.policy_losses import POLICY_LOSSES
 from whet.ops.policy_objective import PolicyObjective
 from whet.ops.preference import PREFERENCE_LOSSES
 from whet.rollout.base import Sampling
-from whet.rollout.engine import prefill
+from whet.rollout.engine import packed_linear, prefill
 from whet.rollout.engine import runner as runner_file
 from whet.rollout.engine.engine import EmbeddedEngine
 from whet.rollout.engine.fused_backbone import FusedBackbone
@@ -63,7 +63,10 @@ VALUE_SHAPES = {"nonzero", "_unique2", "unique_dim", "masked_select", "unique_co
 PINNED = {}
 """Storage -> a tensor that holds it: the pinned memory made so far."""
 COUNTS = ("kernels", "to_host", "to_device", "blocking", "waits", "places")
-VIEWS = {"view", "select", "slice", "unsqueeze", "squeeze", "expand", "detach", "alias", "as_strided", "permute", "t"}
+VIEWS = {
+    *("view", "_unsafe_view", "split", "split_with_sizes", "chunk", "transpose", "select", "slice", "unsqueeze"),
+    *("squeeze", "expand", "detach", "alias", "as_strided", "permute", "t"),
+}
 
 
 class Ledger(TorchDispatchMode):
@@ -427,6 +430,7 @@ def _install():
 
     TokenBatch.__post_init__ = check_numbers
     fast_layers._is_unmodified = lambda layer: "forward" not in vars(layer)  # fake parameters are of another class
+    packed_linear._is_plain = lambda tensor: tensor.is_contiguous()
     waits = type("Stream", (), {"synchronize": lambda self: None})
     torch.cuda.device = lambda *_: contextlib.nullcontext()
     torch.cuda.get_device_capability = lambda *_: (9, 0)
