@@ -85,7 +85,7 @@ def whet_batch(job: Job, rows: list[dict[str, Any]], tokenizer: Any, *, skip: bo
     import numpy as np
     import torch
 
-    from whet.learners.policy import with_signal
+    from whet.learners.policy import sequences_with_signal
     from whet.ops import ADVANTAGE_ESTIMATORS, token_weights
     from whet.types import Completion, Group, Prompt, TokenBatch
 
@@ -112,7 +112,7 @@ def whet_batch(job: Job, rows: list[dict[str, Any]], tokenizer: Any, *, skip: bo
         advantages=advantages.index_select(0, batch.trajectory),
         weights=token_weights(batch.mask, batch.trajectory, "sequence-mean-token-mean"),
     )
-    return batch.select(with_signal(batch)) if skip else batch
+    return batch.select(sequences_with_signal(batch)) if skip else batch
 
 
 def _plan_with(**options: Any) -> Callable[[Any], None]:

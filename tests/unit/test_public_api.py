@@ -30,8 +30,9 @@ def literal_all(module):
     path = ROOT / Path(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if (stub := path.with_suffix(".pyi")).is_file():
-        imports = [n for n in ast.parse(stub.read_text()).body if isinstance(n, ast.ImportFrom)]
-        return as_ruff_sorts([name.asname for n in imports for name in n.names])
+        body = ast.parse(stub.read_text()).body
+        imports = [name.asname for n in body if isinstance(n, ast.ImportFrom) for name in n.names]
+        return as_ruff_sorts(imports + [ast.unparse(n.targets[0]) for n in body if isinstance(n, ast.Assign)])
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return ast.literal_eval(node.value)
@@ -78,7 +79,7 @@ def test_all_is_literal_and_sorted_and_every_name_and_method_has_a_docstring(bar
     assert len(MODULES) > 200 and [name for module in MODULES for name in bare(module)] == []
 
 
-@pytest.mark.parametrize("package", ["whet", "whet.trl", "whet.tunix"])
+@pytest.mark.parametrize("package", ["whet", "whet.trl", "whet.tunix", "whet.tunix.agentic"])
 def test_lazy_names_are_those_that_type_checkers_read_in_the_stub(package):
     made = importlib.import_module(package)
     assert made.__all__ == sorted(literal_all(package)) == dir(made)

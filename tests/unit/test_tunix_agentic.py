@@ -11,6 +11,7 @@ from helpers import END, tiny_model
 
 from whet.data.tokenizer import byte_tokenizer
 from whet.envs.failures import EpisodeFailures
+from whet.envs.recorded import RecordedAnswers
 from whet.errors import ConfigError, RewardError
 from whet.rollout.base import Output, Sampling
 from whet.rollout.driver import Episode, RolloutDriver
@@ -102,7 +103,11 @@ def program(steps, rows=4, env_kwargs=None, **options):
             **options.pop("training", {}),
         ),
         rollout_config=TunixRolloutConfig(
-            max_tokens_to_generate=6, max_prompt_length=48, kv_cache_size=128, return_logprobs=True
+            max_tokens_to_generate=6,
+            max_prompt_length=48,
+            kv_cache_size=128,
+            return_logprobs=True,
+            **options.pop("rollout", {}),
         ),
     )
     rl_engine = RLEngine(actor=tiny_model(), reference=None, tokenizer=tokenizer(), cluster_config=cluster_config)
@@ -213,8 +218,7 @@ def play(agent, env, *texts, longest=None, failures=None, **options):
     """An episode in which the model says these texts: the completions, the episode, the engine."""
     tokens, policy = tokenizer(), Says(*texts)
     model = RunModel(tokens, (END,), name="policy", longest=longest)
-    start = lambda episode: trajectory_collect_engine.TrajectoryCollectEngine(agent, env, **options)
-    episodes = AgenticEpisodes(start, model, failures or EpisodeFailures())
+    episodes = AgenticEpisodes(lambda episode: (agent, env), model, failures or EpisodeFailures(), **options)
     prompt = Prompt(tokens=np.array([5], np.int32), source="2+3=", row=0)
     episode = Episode(prompt, (0, 0, 0, 0), lambda e: episodes.run_episode(e, Sampling(max_tokens=100)))
     rollouts = RolloutDriver(policy)
@@ -275,6 +279,133 @@ def test_a_late_environment_ends_its_episode_without_a_reward_and_one_that_raise
         play(agent, env, "5")
     (c,), episode, _ = play(agent, env, "5", failures=EpisodeFailures("none"))
     assert (c.finish_reason, c.info["failure"], episode.rewards) == ("error", "environment", {})
+
+
+def wait_until(condition):
+    """Waits for what a thread does that nobody waits for."""
+    end = time.monotonic() + 5
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert condition()
+
+
+class Clock(base_environment.BaseTaskEnv):
+    """Says the time, which never repeats, and how often it was asked."""
+
+    asked, closed = itertools.count(1), 0
+
+    def _initial_observation(self):
+        return f"{next(Clock.asked)} {time.monotonic_ns()}"
+
+    def _step_impl(self, action):
+        return base_environment.EnvStepResult(self._initial_observation(), float(len(action)), False, {})
+
+    def close(self):
+        Clock.closed += 1
+
+
+def test_recorded_episodes_are_played_again_without_agent_and_environment(tmp_path):
+    def played(*texts, **options):
+        answers = RecordedAnswers(tmp_path)
+        completions, episode, policy = play(ModelAgent("x"), Clock(max_steps=3), *texts, answers=answers, **options)
+        return [c.tokens.tolist() for c in completions], episode.rewards, policy.contexts, completions[0].token_rewards
+
+    Clock.asked = itertools.count(1)
+    first = played("a", "bb", "c")
+    assert first[1] == {"environment": 4.0} and next(Clock.asked) == 5
+    again = played("a", "bb", "c")
+    assert again[:3] == first[:3] and next(Clock.asked) == 6 and np.array_equal(again[3], first[3])
+    assert len(next(tmp_path.iterdir()).read_text()) < 900  # a turn adds to the record what it adds to the history
+    assert played("a", "other", "c")[1] == {"environment": 7.0} and next(Clock.asked) == 11
+    assert len(played("a", "other", "c", max_response_length=30)[2]) < 3  # not the episode of another limit
+
+
+def test_the_learner_records_where_the_rollout_s_configuration_says(tmp_path):
+    rewards = []
+    for env in (Clock, None):  # the second run has no environment to ask
+        learner, data = program(1, rows=1, agent_class=ModelAgent, env_class=env, env_kwargs={"max_steps": 2},
+                                rollout={"answers_dir": str(tmp_path)})  # fmt: skip
+        run = learner.train(data)
+        learner.close()
+        rewards.append((run.rows[0]["rewards/environment"], run.rows[0]["loss"]))
+    assert rewards[0] == rewards[1]
+
+
+class Ends:
+    """Raises StopIteration where it is told to, as an iterator that has ended does."""
+
+    def __init__(self, where):
+        self.where = where
+
+    def __call__(self, where):
+        if where == self.where:
+            next(iter(()))
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "final_reward", "agent"])
+def test_an_iterator_that_ends_in_the_user_s_code_ends_the_episode_as_an_error(where):
+    ends = Ends(where)
+
+    class Env(Clock):
+        def reset(self):
+            ends("reset")
+            return super().reset()
+
+        def step(self, action):
+            ends("step")
+            return super().step(action)
+
+        def final_reward_fn(self):
+            ends("final_reward")
+            return 0.0
+
+    class Agent(ModelAgent):
+        def update_from_model(self, response, **kwargs):
+            ends("agent")
+            return super().update_from_model(response)
+
+    Clock.closed = 0
+    (c,), episode, _ = play(Agent("x"), Env(max_steps=1), "a", failures=EpisodeFailures("none"))
+    assert (c.info["status"], c.info["failure"], episode.rewards) == ("error", "environment", {})
+    assert "raised RuntimeError: the function raised StopIteration()" in c.info["error"]
+    wait_until(lambda: Clock.closed == 1)
+
+    async def call(messages, env, **kwargs):
+        return SimpleNamespace(text=["a"], tokens=[np.array([97])], logprobs=None)
+
+    engine = trajectory_collect_engine.TrajectoryCollectEngine(Agent("x"), Env(max_steps=1), model_call=call)
+    with pytest.raises(RuntimeError, match="the function raised StopIteration"):
+        asyncio.run(asyncio.wait_for(engine.collect(), 5))
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_an_agent_without_messages_fails_and_its_environment_is_closed(after):
+    class Empty(ModelAgent):
+        def update_from_env(self, observation, reward, done, info=None, **kwargs):
+            super().update_from_env(observation, reward, done, info)
+            if len(self.trajectory.steps) == after:
+                self._messages.clear()
+
+    Clock.closed = 0
+    with pytest.raises(RewardError, match="chat_completions of Empty is empty, and the model has another turn"):
+        play(Empty("x"), Clock(max_steps=3), "a")
+    wait_until(lambda: Clock.closed == 1)
+
+
+@pytest.mark.parametrize("where", ["reset", "close"])
+def test_an_environment_that_hangs_is_late(where, monkeypatch):
+    monkeypatch.setattr("whet.tunix.agentic.episodes.FINISH_S", 0.1)
+
+    class Hangs(Clock):
+        def reset(self):
+            time.sleep(0.4 if where == "reset" else 0)
+            return super().reset()
+
+        def close(self):
+            time.sleep(0.4 if where == "close" else 0)
+
+    (c,), episode, _ = play(ModelAgent("x"), Hangs(max_steps=1), "a", failures=EpisodeFailures("none"), timeout=0.1)
+    assert (c.info["status"], c.info["failure"], episode.rewards) == ("timed out", "environment", {})
 
 
 @pytest.mark.parametrize(

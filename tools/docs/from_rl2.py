@@ -87,9 +87,11 @@ def reward_fn(messages, answer):
     return float(said(messages[-1]["content"]) == answer)
 ```
 
-`rollout.max_turns` is the largest number of turns. The messages that interact returns go through the chat template;
-with `apply_chat_template=false` they follow unchanged. The reward is one number for the whole conversation. `answer`
-is the row's column of that name; other values that a reward needs go into it, as a mapping.
+`rollout.max_turns` is the largest number of turns. `interact` and `reward_fn` receive the model's turns as text, with
+`<think>` and `<tool_call>` as the model wrote them, so a file that parses them does so here too. The messages that
+interact returns go through the chat template; with `apply_chat_template=false` they follow unchanged. The reward is
+one number for the whole conversation. `answer` is the row's column of that name; other values that a reward needs go
+into it, as a mapping.
 
 ## What a step computes
 

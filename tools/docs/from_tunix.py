@@ -383,7 +383,8 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
         "works",
         "agent_class, env_class and their kwargs, chat_parser, metric_fns; a subclass may replace "
         "`_create_agent_env_pair`. Reward functions get the last turn of an episode (in Tunix the first); "
-        "trajectory_rewards is not offered to them. ENV_TIMEOUT gives no reward",
+        "trajectory_rewards is not offered to them. ENV_TIMEOUT gives no reward. "
+        "With the rollout's `answers_dir` episodes are recorded and played again",
     ),
     ("an agent's row, `env.task`", "differs", "texts and numbers are NumPy's scalars, not arrays of one element"),
     ("an agent that changes its history", "works", "the episode forks; in Tunix the ids no longer fit the history"),

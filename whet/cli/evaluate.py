@@ -12,6 +12,7 @@ from whet.evaluation.eval_folder import make_dated_folder
 from whet.evaluation.evaluator import Evaluation, Evaluator
 from whet.evaluation.table import print_table
 from whet.parallel.processes import join_processes
+from whet.run.signals import SignalHandler
 
 __all__ = ["evaluate"]
 
@@ -33,13 +34,18 @@ def evaluate(config: EvalRunConfig) -> Evaluation:
     if new is not None:
         config = dataclasses.replace(config, out=str(new))
     log.info("results: %s (after an interruption, out=%s resume=true continues)", config.out, config.out)
+    signals = SignalHandler()
+    signals.effect = "stopping after this batch"
     try:
-        evaluation = Evaluator(config).run("Evaluating")
+        signals.install()
+        evaluation = Evaluator(config).run("Evaluating", should_stop=lambda: signals.stop_requested)
     except BaseException:
         if new is not None and ranks.is_writer:
             with suppress(OSError):
                 new.rmdir()  # where nothing was written, only the name taken
         raise
+    finally:
+        signals.uninstall()
     if not ranks.is_writer:
         return evaluation
     try:

@@ -98,7 +98,8 @@ class EvalRunConfig(RewardFields):
     """
 
     model: Name | None = None
-    """Folder of a model, of a finished run or of a checkpoint (step-*), or a hub name."""
+    """Folder of a model, of a finished run or of a checkpoint (step-*), a hub name, or "file.py:function" that makes
+    the model."""
     tokenizer: Name | None = None
     """Folder or hub name of the tokenizer; None = the model's."""
     trust_remote_code: Bool = False

@@ -38,7 +38,7 @@ class SamplingConfig:
 
     model: Name | None = None
     """Folder of a model, of a finished run, of several runs (the newest that has finished) or of a checkpoint (step-*),
-    or a hub name."""
+    a hub name, or "file.py:function" that makes the model."""
     tokenizer: Name | None = None
     """Folder or hub name of the tokenizer; None = the model's."""
     trust_remote_code: Bool = False

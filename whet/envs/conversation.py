@@ -14,7 +14,7 @@ from typing import Any
 
 from whet.config.rollout import RolloutConfig
 from whet.data.prompts import PromptEncoder
-from whet.envs.environment import ENVIRONMENT_REWARD, Call, EnvironmentInstance, with_observation
+from whet.envs.environment import ENVIRONMENT_REWARD, EnvironmentInstance, with_observation
 from whet.envs.failures import EpisodeFailures
 from whet.envs.multi_turn import room_after, run_turns
 from whet.envs.recorded import RecordedAnswers, Tape, run_recorded
@@ -177,7 +177,10 @@ class Conversation:
         return ChatTranscript(prompt, self.encode, end_ids=self.end_ids, parse=parse)
 
     def _respond(
-        self, instance: EnvironmentInstance | None, transcript: ChatTranscript, ask: Callable[..., Call]
+        self,
+        instance: EnvironmentInstance | None,
+        transcript: ChatTranscript,
+        ask: Callable[..., Generator[ExternalCall, Any, Any]],
     ) -> Generator[ExternalCall, Any, list[Message]]:
         """Returns the environment's messages. Raises RewardError: it raised, was late, or returned something else."""
         if instance is not None:

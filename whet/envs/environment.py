@@ -38,7 +38,14 @@ from whet.rewards.checked_values import check_values
 from whet.rollout.external_calls import ExternalCall, run_function
 from whet.types import Message, Prompt
 
-__all__ = ["ENVIRONMENT_REWARD", "EnvironmentClass", "EnvironmentInstance", "method_names", "with_observation"]
+__all__ = [
+    "ENVIRONMENT_REWARD",
+    "EnvironmentClass",
+    "EnvironmentInstance",
+    "close_in_thread",
+    "method_names",
+    "with_observation",
+]
 
 LOG = logging.getLogger("whet")
 
@@ -46,9 +53,6 @@ ENVIRONMENT_REWARD = "environment"
 """The name of the reward that get_reward returns."""
 NOT_TOOLS = ("close", "get_reward", "get_turn_reward", "reset", "step")
 """Public methods of an environment that are not tools."""
-
-Call = Generator[ExternalCall, Any, Any]
-"""Yields calls to wait for, and returns a value."""
 
 
 def method_names(kind: type) -> list[str]:
@@ -134,7 +138,7 @@ class EnvironmentInstance:
         self._instance: Any = None
         self._tools: Tools = of.tools
 
-    def reset(self, prompt: Prompt) -> Call:
+    def reset(self, prompt: Prompt) -> Generator[ExternalCall, Any, Any]:
         """Creates the instance and resets it.
 
         Args: prompt: of the group.
@@ -190,20 +194,23 @@ class EnvironmentInstance:
     def close(self) -> None:
         """Calls the method `close` of the instance, if it has one, in a thread that nobody waits for."""
         if (close := getattr(self._instance, "close", None)) is not None:
-            name = f"close of {self.of.name}"
-            threading.Thread(target=_close, args=(close, name), name=name, daemon=True).start()
+            close_in_thread(close, f"close of {self.of.name}")
 
     def _call(self, function: Callable[[], Any], method: str, *, phase: str) -> ExternalCall:
         name = f"{method} of {self.of.name}"
         return ExternalCall(function=function, name=name, timeout_s=self.timeout_s, phase=phase)
 
 
-def _close(close: Callable[[], Any], name: str) -> None:
-    """Calls a method `close`, plain or async; an error is a warning."""
-    try:
-        asyncio.run(run_function(close))
-    except Exception as error:
-        LOG.warning("%s raised %s", name, format_exception(error))
+def close_in_thread(close: Callable[[], Any], name: str) -> None:
+    """Calls a method `close`, plain or async, in a thread that nobody waits for; an error is a warning."""
+
+    def run() -> None:
+        try:
+            asyncio.run(run_function(close))
+        except Exception as error:
+            LOG.warning("%s raised %s", name, format_exception(error))
+
+    threading.Thread(target=run, name=name, daemon=True).start()
 
 
 def with_observation(prompt: Prompt, observation: Any, encode: PromptEncoder, name: str) -> Prompt:

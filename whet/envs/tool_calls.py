@@ -15,14 +15,14 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import numpy as np
 
 from whet.errors import ConfigError
 
-__all__ = ["CALL_FORMS", "ToolTemplate", "parse_turn", "split_reasoning"]
+__all__ = ["CALL_FORMS", "ReasoningStream", "ToolTemplate", "parse_turn", "split_reasoning"]
 
 CALL_FORMS: dict[str, dict[str, Any]] = {
     # <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>; the schema gives the types
@@ -213,6 +213,54 @@ def split_reasoning(text: str) -> dict[str, Any]:
         return {"role": "assistant", "content": text}
     thought = thought.strip().removeprefix("<think>").strip()
     return {"role": "assistant", "content": said.lstrip(), "reasoning_content": thought}
+
+
+class ReasoningStream:
+    """Separates the thinking from the content of a turn while it grows: `split_reasoning` for a stream.
+
+    A turn that begins with <think> is thinking up to </think>, or to its end if that is missing.
+
+    Args: is_open: the prompt ends with <think>.
+
+    >>> turn = ReasoningStream(is_open=False)
+    >>> turn.push("<thi"), turn.push("nk>2 and 3</"), turn.push("think> 5", last=True)
+    (('', ''), ('2 and 3', ''), ('', '5'))
+    """
+
+    def __init__(self, *, is_open: bool) -> None:
+        self._place: Literal["start", "thought", "content"] = "thought" if is_open else "start"
+        self._held, self._at_start = "", True
+
+    def push(self, text: str, *, last: bool = False) -> tuple[str, str]:
+        """Returns what more text adds to the thinking and to the content. Args: last: no more text follows."""
+        self._held += text
+        if self._place == "start":
+            begun = self._held.lstrip()
+            if begun.startswith("<think>"):
+                self._place, self._held = "thought", begun.removeprefix("<think>")
+            elif last or not "<think>".startswith(begun):
+                self._place, self._at_start = "content", False
+            else:
+                return "", ""
+        thought = ""
+        if self._place == "thought":
+            inside, mark, rest = self._held.partition("</think>")
+            keep = 0 if mark or last else next((n for n in range(8, 0, -1) if inside.endswith("</think>"[:n])), 0)
+            inside, held = inside[: len(inside) - keep], inside[len(inside) - keep :]
+            spaces = inside[len(inside.rstrip()) :]
+            thought = self._without_first_spaces(inside.rstrip())
+            if not mark:
+                self._held = "" if last else spaces + held
+                return thought, ""
+            self._place, self._held, self._at_start = "content", rest, True
+        content, self._held = self._without_first_spaces(self._held), ""
+        return thought, content
+
+    def _without_first_spaces(self, text: str) -> str:
+        """Returns a text without the spaces with which its part of the turn begins."""
+        text = text.lstrip() if self._at_start else text
+        self._at_start = self._at_start and not text
+        return text
 
 
 def _checked_message(message: Any, eos: str) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import dataclasses
 import functools
 import html
 import logging
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -221,12 +222,13 @@ class Evaluator:
                 f"an evaluation needs {' and '.join(missing)}; give {'it' if len(missing) == 1 else 'them'}"
             )
 
-    def run(self, description: str | None = None) -> Evaluation:
+    def run(self, description: str | None = None, *, should_stop: Callable[[], bool] = lambda: False) -> Evaluation:
         """Runs the evaluation.
 
-        Args: description: text before a progress bar; None = no bar.
+        Args: description: text before a progress bar; None = no bar. should_stop: asked after each batch.
         Returns: the results, which are also written if there is a folder.
         Raises: DataError: a prompt that can't fit. RewardError: a reward function failed; the completions are kept.
+            KeyboardInterrupt: it should stop, and prompts are left.
         """
         c, started = self.config, time.monotonic()
         folder = None if c.out is None or not self.ranks.is_writer else EvalFolder(c.out, resume=c.resume)
@@ -245,7 +247,11 @@ class Evaluator:
                 work = _Work(self, sampler, folder)
                 self._episodes = work.agents
                 with Progress(len(work.prompts), description=description) as progress:
-                    results = [r for batch in work.batches() for r in work.compute_rewards(batch, progress)]
+                    results: list[PromptResult] = []
+                    for batch in work.batches():
+                        results += work.compute_rewards(batch, progress)
+                        if any(self.ranks.all_gather(should_stop())) and len(results) < len(work.prompts):
+                            raise KeyboardInterrupt(f"stopped after {len(results)} of {len(work.prompts)} prompts")
             evaluation = work.summarize(results, time.monotonic() - started)
             if folder is not None:
                 folder.write_results(evaluation.plain())
@@ -283,6 +289,8 @@ class _Work:
         c = self.config.sampling
         self.name = sampler.loaded.name
         self.start_time, self.tokens = time.monotonic(), 0
+        self.rewards: list[float] = []
+        """The mean reward of each prompt so far."""
         self.best_and_worst = BestAndWorst()
         self.prompts, self.num_dropped = self._encode(evaluator.data)
         self.source_column = self._find_source_column()
@@ -421,7 +429,7 @@ class _Work:
         """Returns the results of a batch, with its stored rewards or those that the functions compute now."""
         texts = self._decode(batch.groups)
         if batch.has_rewards:
-            rewards = self.manager.recorded(batch.groups, texts, mode=Mode.EVAL)
+            rewards = self.manager.from_groups(batch.groups, texts, mode=Mode.EVAL)
         else:
             compute = lambda groups: self.manager(groups, self._decode(groups), mode=Mode.EVAL)
             rewards = RewardBatch.cat(self.ranks.scatter_gather(compute, batch.groups))
@@ -429,7 +437,8 @@ class _Work:
         self.best_and_worst.add(rewards)
         results = prompt_results(rewards, source_column=self.source_column, read=self.read_answer)
         self.tokens += sum(int(r.lengths.sum()) for r in results)
-        reward = compute_metrics(results, None, ())["reward"].value
+        self.rewards += [r.totals[~np.isnan(r.totals)].mean() for r in results if not np.isnan(r.totals).all()]
+        reward = float(np.mean(self.rewards)) if self.rewards else math.nan
         speed = self.tokens / max(time.monotonic() - self.start_time, 1e-9)
         progress.update(batch.first + len(batch.groups), value=reward, tokens_per_s=speed)
         return results
@@ -445,7 +454,7 @@ class _Work:
         if self.folder is None:
             return
         if rewards is None:
-            rewards = self.manager.recorded(batch.groups, texts, mode=Mode.EVAL)
+            rewards = self.manager.from_groups(batch.groups, texts, mode=Mode.EVAL)
             names, totals = [n for n in self.own_rewards if n in rewards.table], [None] * len(rewards.trajectory_of)
         else:
             names, totals = sorted(rewards.table), rewards.total[rewards.trajectory_of].tolist()

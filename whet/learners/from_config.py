@@ -38,7 +38,7 @@ from whet.rewards.call import function_name
 from whet.rewards.length import overlong
 from whet.rewards.resolve import as_list
 from whet.rewards.reward_batch import RewardBatch
-from whet.rewards.text import unrewarded
+from whet.rewards.text import no_rewards
 from whet.types import TokenBatch
 from whet.util.references import resolve_name
 
@@ -217,7 +217,7 @@ def reward_functions(reward_fns: Any, config: AlgorithmConfig) -> tuple[list[Any
     """
     fns = as_list(reward_fns)
     if not fns and isinstance(config, PolicyConfig) and teacher_column(policy_loss(config)) is not None:
-        fns = [unrewarded]
+        fns = [no_rewards]
     buffer, weights = config.overlong_buffer, config.reward_weights
     if not buffer.enable:
         return fns, weights

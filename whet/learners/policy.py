@@ -64,7 +64,7 @@ from whet.run.run import Run
 from whet.train.metric_reduction import Metrics, metric_labels
 from whet.types import LossInputs, TokenBatch
 
-__all__ = ["PolicyLearner", "with_signal", "with_trained_tokens"]
+__all__ = ["PolicyLearner", "sequences_with_signal", "sequences_with_trained_tokens"]
 
 log = logging.getLogger("whet")
 
@@ -343,7 +343,7 @@ class PolicyLearner(RLLearner):
         self.cluster.release_engine_memory()
         mini = self.with_update_columns(mini)
         with self.cluster.trace.span("update"):
-            select = with_signal if self.skips_without_signal else with_trained_tokens
+            select = sequences_with_signal if self.skips_without_signal else sequences_with_trained_tokens
             metrics = self.cluster.actor_trainer.update(mini, select=select, adjust_metrics=self._adjust_metrics)
             return step.log({**metrics, **self.kl_controller.after_update(metrics)})
 
@@ -468,13 +468,13 @@ class PolicyLearner(RLLearner):
         return self.algo_config.num_iterations
 
 
-def with_signal(batch: TokenBatch) -> Tensor:
+def sequences_with_signal(batch: TokenBatch) -> Tensor:
     """Returns the sequences with a trained token whose advantage is not 0: Long [M]."""
     assert batch.advantages is not None
     size = segment_sum(masked_column(batch.advantages, batch.mask).abs(), batch.sequence, batch.num_sequences)
     return (size > 0).nonzero().flatten()
 
 
-def with_trained_tokens(batch: TokenBatch) -> Tensor:
+def sequences_with_trained_tokens(batch: TokenBatch) -> Tensor:
     """Returns the sequences with a trained token: Long [M]. All tokens of the others weigh 0 in any loss."""
     return batch.sequence[batch.mask].unique()

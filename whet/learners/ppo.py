@@ -33,7 +33,7 @@ from whet.config.base import check_instance
 from whet.errors import ConfigError
 from whet.learners.from_config import advantage_inputs, bind_fields, other_field
 from whet.learners.kl_penalty import kl_penalty_in_advantage, sampled_kl
-from whet.learners.policy import PolicyLearner, with_trained_tokens
+from whet.learners.policy import PolicyLearner, sequences_with_trained_tokens
 from whet.learners.step import Step
 from whet.learners.step_metrics import advantage_metrics, average_over_known, value_metrics
 from whet.metrics import Mean
@@ -175,7 +175,7 @@ class PPOLearner(PolicyLearner):
         with self.cluster.trace.span("update_critic"):
             for part in _split_mini_batch(mini, self.algo_config.critic_updates):
                 rewarded = part.replace(mask=part.mask & (part.need("has_reward") > 0))
-                step = step.log(self.critic_trainer.update(rewarded, select=with_trained_tokens))
+                step = step.log(self.critic_trainer.update(rewarded, select=sequences_with_trained_tokens))
         return step if step.index <= self.algo_config.critic_warmup_steps else super().update(step, mini)
 
     def _critic_loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:

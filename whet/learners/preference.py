@@ -66,7 +66,7 @@ class RewardModelLearner(SupervisedLearner[RewardModelConfig]):
         models.trainer.with_tqdm_metrics_to_display(["accuracy"])
 
     @property
-    def chance(self) -> float | None:
+    def chance_loss(self) -> float | None:
         """Ln 2, the loss of a coin, where the loss is bradley_terry."""
         return math.log(2) if self.algo_config.loss_type == "bradley_terry" else None
 
@@ -138,7 +138,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
             )
 
     @property
-    def chance(self) -> float | None:
+    def chance_loss(self) -> float | None:
         """Ln 2, the loss of a coin toss, if sigmoid is the only loss; else None."""
         c = self.algo_config
         return math.log(2) if c.loss_type == ("sigmoid",) and c.loss_weights is None else None

@@ -47,7 +47,7 @@ class SFTLearner(SupervisedLearner[SFTConfig]):
         )
 
     @property
-    def chance(self) -> float | None:
+    def chance_loss(self) -> float | None:
         """The ln V of a uniform choice among V tokens, where the loss is a mean of −log π."""
         c = self.algo_config
         if c.loss_type != "nll" or c.loss_agg_mode not in ("token-mean", "sequence-mean-token-mean"):

@@ -115,7 +115,7 @@ class SupervisedLearner(Generic[C]):
         self.models.close()
 
     @property
-    def chance(self) -> float | None:
+    def chance_loss(self) -> float | None:
         """The mean loss of a model that guesses; None where the loss has no such value."""
         return None
 

@@ -114,7 +114,7 @@ class SupervisedTask(LearnerTask):
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Warns if a run has ended with the loss of a model that guesses."""
-        chance = self.learner.chance
+        chance = self.learner.chance_loss
         losses = [row["loss"] for row in run.rows if row["mode"] == Mode.TRAIN.value][-LAST_STEPS:]
         if error is not None or chance is None or len(losses) < LAST_STEPS:
             return

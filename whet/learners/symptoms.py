@@ -16,6 +16,7 @@ from whet.config.monitoring import Band
 
 __all__ = [
     "BANDS",
+    "RAISE_EPISODE_LIMIT",
     "RAISE_LIMIT",
     "SHORTEN_PROMPTS",
     "SYMPTOMS",
@@ -32,6 +33,8 @@ MAX_TRUNCATED_SHARE = 0.5
 """More than this share of truncated completions is a problem."""
 RAISE_LIMIT = "raise rollout.max_tokens_to_generate"
 """The advice where completions are too short."""
+RAISE_EPISODE_LIMIT = "raise rollout.max_episode_tokens (the environment's words count in it)"
+"""The advice where the environment's words leave no room for a turn."""
 SHORTEN_PROMPTS = "make room by shorter prompts (rollout.max_prompt_length): the model's positions are all taken"
 """The advice where the limit of completions can't be raised."""
 MAX_DIFFERENCE = 0.1
@@ -141,7 +144,7 @@ def find_sampler_mismatch(
 
 
 def find_out_of_band(row: Mapping[str, float], *, metric: str, band: Band) -> Finding | None:
-    """Returns a metric lies outside its band.
+    """Finds a metric that lies outside its band.
 
     >>> find_out_of_band({"kl": 0.2}, metric="kl", band=Band(above=0.5)) is None
     True

@@ -105,8 +105,9 @@ class Progress:
     """Shows the progress of a run: step, a metric with its curve, other metrics, tokens per second, time left.
 
     In a terminal it updates one line, with a bar and a curve if there is room. Elsewhere it prints a line to stderr at
-    most every 30 seconds, and always the last one. It prints nothing on ranks other than 0. In a terminal it runs a
-    thread; a process that is forked meanwhile prints as if there were no bar.
+    most every 30 seconds, always the last one, and the first one unless it came within a second. It prints nothing on
+    ranks other than 0. In a terminal it runs a thread; a process that is forked meanwhile prints as if there were no
+    bar.
 
     Args:
         total: the number of steps of the run; None = unknown.
@@ -178,7 +179,8 @@ class Progress:
         elif self._enabled:
             head = f"{self.description} {step}" + ("" if self.total is None else f"/{self.total}")
             self._line = join_fields([head, *texts, *self._time_left(step)])
-            if time.monotonic() - self._printed >= self.every_s:
+            wait = min(self.every_s, _FIRST_LINE_S) if self._printed == self._begun else self.every_s
+            if time.monotonic() - self._printed >= wait:
                 self._print_line()
 
     def _make_bar(self) -> Any:
@@ -220,6 +222,8 @@ class Progress:
                 handler.console = terminal_console()
 
 
+_FIRST_LINE_S = 1.0
+"""The first step that took this long is shown at once: whoever started the run waits for it."""
 _MIN_WIDTH_FOR_BAR, _BAR_COLUMNS, _OTHER_COLUMNS = 110, 20, 24
 """The width of a terminal with room for a bar, the width of the bar, and that of the rest besides words and bar."""
 

@@ -13,11 +13,11 @@ from whet.models.attention import SegmentLayout
 from whet.types import TokenBatch
 from whet.util.transfer import to_device
 
-__all__ = ["MicroBatch", "Share"]
+__all__ = ["MicroBatch", "RankShare"]
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class RankShare:
     """The part of a pass that one of several processes runs; see parallel/context.py."""
 
     whole: MicroBatch
@@ -67,7 +67,7 @@ class MicroBatch:
     """Long [n]: the place of the hidden state at each sequence's last token, where that token is run."""
     batch: TokenBatch
     """The batch that `token_index`, `sequences` and `units` index; on the CPU."""
-    share: Share | None = None
+    share: RankShare | None = None
     """Of one of several processes that run a pass together; None = it is whole."""
     host: MicroBatch | None = None
     """The CPU copy of a micro-batch that was moved to a device."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from whet.errors import ConfigError
 from whet.models.attention import Layout, SegmentLayout
-from whet.packing.micro_batch import MicroBatch, Share
+from whet.packing.micro_batch import MicroBatch, RankShare
 from whet.types import TokenStats
 
 __all__ = ["UlyssesLayout", "check_heads", "gather_stats", "kv_repeats", "take_share"]
@@ -142,11 +142,11 @@ def take_share(micro: MicroBatch, group: dist.ProcessGroup) -> MicroBatch:
         hidden_index=micro.hidden_index.index_select(0, targets) - tokens.start,
         last_index=None if micro.last_index is None else micro.last_index.index_select(0, ends) - tokens.start,
         **{name: vars(micro)[name].index_select(0, targets) for name in columns},
-        share=Share(micro, tokens, targets, ends),
+        share=RankShare(micro, tokens, targets, ends),
     )
 
 
-def gather_stats(stats: TokenStats, share: Share, group: dist.ProcessGroup) -> TokenStats:
+def gather_stats(stats: TokenStats, share: RankShare, group: dist.ProcessGroup) -> TokenStats:
     """Returns the statistics of all targets, from those of each process's own. A process has a gradient for its own
     only.
     """

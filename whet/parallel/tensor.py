@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from whet.errors import ConfigError
 from whet.models.heads import score_layer
 from whet.models.lora_layers import is_adapter_layer, plain_linear
-from whet.packing.micro_batch import MicroBatch, Share
+from whet.packing.micro_batch import MicroBatch, RankShare
 
 __all__ = [
     "EngineWeights",
@@ -253,7 +253,7 @@ def take_targets(micro: MicroBatch, group: dist.ProcessGroup) -> MicroBatch:
     places = lambda index: torch.arange(0 if index is None else len(index), device=micro.input_ids.device)
     own, ends = (places(x).tensor_split(group.size())[group.rank()] for x in (micro.targets, micro.last_index))
     whole = slice(0, micro.input_ids.shape[1])
-    share = micro.share or Share(micro, whole, places(micro.targets), places(micro.last_index))
+    share = micro.share or RankShare(micro, whole, places(micro.targets), places(micro.last_index))
     columns = ("hidden_index", "targets", "token_index", "sequence", "position")
     return dataclasses.replace(
         micro,

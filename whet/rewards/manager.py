@@ -162,7 +162,9 @@ class RewardManager:
         call_metrics |= {f"time/rewards/{name}": Sum(spent) for name, spent in seconds.items()}
         return self._reward_batch(groups, texts, {**rewards, **group_rewards}, inputs, call_metrics)
 
-    def recorded(self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any = "train") -> RewardBatch:
+    def from_groups(
+        self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any = "train"
+    ) -> RewardBatch:
         """Returns a RewardBatch from the rewards that the groups already have, as an evaluation's folder has them.
 
         Args: groups, texts, mode: as in `__call__`. A function without a reward in a group is NaN there.

@@ -27,13 +27,13 @@ __all__ = [
     "gold_number",
     "last_box",
     "last_number",
+    "no_rewards",
     "read_box",
     "read_number",
     "score_completions",
     "similarity",
     "strip_or_none",
     "text_of",
-    "unrewarded",
 ]
 
 NUMBER = re.compile(
@@ -164,10 +164,10 @@ def format_match(completions: Sequence[Any], *, pattern: str = R1_FORMAT) -> lis
     return [float(bool(text) and regex.fullmatch(text) is not None) for text in texts]
 
 
-def unrewarded(completions: Sequence[Any], **_: Any) -> list[float | None]:
+def no_rewards(completions: Sequence[Any], **_: Any) -> list[float | None]:
     """None (not applicable) for every completion: for a run that learns only from a teacher.
 
-    >>> unrewarded(["4"])
+    >>> no_rewards(["4"])
     [None]
     """
     return [None] * len(completions)

@@ -20,7 +20,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,7 +49,7 @@ their episodes continue in one batch."""
 STOP_POLL_S = 0.5
 """The time after which a wait for external calls looks whether the run should stop."""
 STOP_WAIT_S = 10.0
-"""A run that should stop waits for external calls as long as one of them ends, or the engine works, in this time."""
+"""A run that should stop waits for external calls for this time in all, without the time in which the engine works."""
 
 
 class Episode:
@@ -88,9 +87,9 @@ class Episode:
     def restart(self) -> None:
         """Begins another attempt, with the same draws and without rewards."""
         self.attempts += 1
-        self.rewind()
+        self.reset()
 
-    def rewind(self) -> None:
+    def reset(self) -> None:
         """Takes the attempt back to its start: no draws and no rewards yet."""
         self._draws = 0
         self.rewards.clear()
@@ -257,8 +256,8 @@ class RolloutDriver:
         max_concurrent_calls: external calls that run at once.
         trace: receives the external calls, and the time for which the engine has nothing to do but to wait for them.
 
-    A caller may set `should_stop`. Once it returns True, the episodes are cancelled if none of
-    them makes progress for STOP_WAIT_S, and RolloutStopped is raised.
+    A caller may set `should_stop`. Once it returns True, the engine may wait for external calls for STOP_WAIT_S more;
+    then the episodes are cancelled, and RolloutStopped is raised.
     """
 
     def __init__(
@@ -281,7 +280,7 @@ class RolloutDriver:
         self._next_call = self._first_new_call = 0
         self._num_submitted = 0  # since the engine was last idle
         self.should_stop: Callable[[], bool] | None = None
-        self._stop_since: float | None = None  # the last time that something got on, once it should stop
+        self._stop_waited = 0.0  # seconds that the engine has waited for calls since it should stop
         self._told_stop = False
 
     @property
@@ -377,34 +376,42 @@ class RolloutDriver:
                 rest = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - start))
                 if self._waiting:
                     self._step(rest)
-                    self._stop_since, rest = None, 0.0
+                    rest = 0.0
                 elif not self._calling:
                     raise EngineError(f"{len(self._groups)} groups are running, but wait for nothing")
                 if self._calling:
-                    idle = nullcontext() if self._waiting else self._trace.span("rollout/tool_wait")
-                    with idle:
+                    if self._waiting:
                         self._collect_calls(rest)
-                    self._check_stop()
+                    else:
+                        self._wait_for_calls(rest)
                 if timeout_s is not None and time.monotonic() - start >= timeout_s:
                     break
         except BaseException:  # Ctrl-C in a notebook: the next call must not find these
             self.cancel()
             raise
 
-    def _check_stop(self) -> None:
-        """Raises RolloutStopped: the run should stop, and nothing has ended for STOP_WAIT_S."""
-        if self.should_stop is None or not self._calling or self._waiting or not self.should_stop():
+    def _wait_for_calls(self, timeout_s: float | None) -> None:
+        """Collects external calls, while the engine has nothing to do.
+
+        Args: timeout_s: of waiting for the first one; None = no limit.
+        Raises: RolloutStopped: the run should stop, and the engine has waited for STOP_WAIT_S since.
+        """
+        started = time.monotonic()
+        with self._trace.span("rollout/tool_wait"):
+            self._collect_calls(timeout_s)
+        if self.should_stop is None or not self.should_stop():
+            self._stop_waited, self._told_stop = 0.0, False
             return
+        if not self._calling:
+            return
+        self._stop_waited += time.monotonic() - started
         counts = Counter(running.call for running in self._calling.values())
         waits = ", ".join(f"{name} in {count} episode{'s' * (count > 1)}" for name, count in counts.items())
-        now = time.monotonic()
-        if not self._told_stop:
-            log.warning("waiting for %s; after %g s in which none ends, the step is given up", waits, STOP_WAIT_S)
-        self._told_stop = True
-        if self._stop_since is None:
-            self._stop_since = now
-        elif now - self._stop_since >= STOP_WAIT_S:
+        if self._stop_waited >= STOP_WAIT_S:
             raise RolloutStopped(f"gave up waiting for {waits}")
+        if not self._told_stop and self._stop_waited >= STOP_WAIT_S / 10:
+            self._told_stop = True
+            log.warning("waiting for %s; after %g s of waiting in all the step is given up", waits, STOP_WAIT_S)
 
     def _step(self, timeout_s: float | None) -> None:
         """Runs one step of the engine, a short one while external calls are running."""
@@ -455,8 +462,6 @@ class RolloutDriver:
         if self.should_stop is not None:
             timeout_s = STOP_POLL_S if timeout_s is None else min(timeout_s, STOP_POLL_S)
         results += self._calls.collect(0.0 if results else timeout_s)
-        if results:
-            self._stop_since = None
         ready: list[tuple[_RunningEpisode, Callable[[Any], Any], Any]] = []
         for result in sorted(results, key=lambda result: result.key):
             running = self._calling.pop(result.key)

@@ -218,7 +218,7 @@ async def run_function(function: Callable[[], Any], progress: _Progress | None =
         if future.done():  # it was cancelled meanwhile
             return
         if isinstance(error, StopIteration):  # a future refuses it
-            error = RuntimeError(f"the function raised {error!r}")
+            error = RuntimeError(f"the function raised {error!r}").with_traceback(error.__traceback__)
         future.set_result(value) if error is None else future.set_exception(error)
 
     def run() -> None:

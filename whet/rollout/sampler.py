@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from whet.errors import ConfigError, DataError, EngineError, lookup_error
 from whet.models.config_sizes import read_width
 from whet.models.load import check_device, load_model
 from whet.models.loaded_model import LoadedModel
+from whet.models.model_factory import call_model_factory
 from whet.models.modes import max_positions
 from whet.models.precision import auto_dtype
 from whet.observe.environment import trained_dtype
@@ -39,6 +41,7 @@ from whet.rollout.generate_options import num_beams, validate_options
 from whet.rollout.text import as_batch, encode_prompts, pad_left
 from whet.storage.model_paths import model_folder
 from whet.types import Group, Message, Prompt
+from whet.util.references import is_ref
 
 __all__ = ["Sampler", "SamplerOutput"]
 
@@ -82,8 +85,8 @@ class Sampler:
     """Completes texts and chats.
 
     Args:
-        transformer: a module of transformers, a LoadedModel, a folder (of a model, a finished run, or a checkpoint), or
-            a hub name.
+        transformer: a module of transformers, a LoadedModel, a folder (of a model, a finished run, or a checkpoint), a
+            hub name, or "file.py:function", which makes the model as in a run (with seed 0).
         tokenizer: a tokenizer, a folder, a hub name; None = where the model lies.
         max_length: most tokens of a prompt and its completion together; None = the model's positions.
         rollout_engine: "embedded", "hf" or what ClusterConfig takes.
@@ -124,6 +127,10 @@ class Sampler:
     ) -> None:
         if tokenizer is None and not isinstance(transformer, str | Path):
             raise ConfigError("a module has no tokenizer; pass tokenizer=: a tokenizer, a folder or a hub name")
+        self._factory_folder: tempfile.TemporaryDirectory[str] | None = None
+        if isinstance(transformer, str) and is_ref(transformer):
+            self._factory_folder = tempfile.TemporaryDirectory(prefix="whet-model-", ignore_cleanup_errors=True)
+            transformer = call_model_factory(transformer, self._factory_folder.name, 0)
         folder = str(transformer) if isinstance(transformer, str | Path) else None
         self.tokenizer = load_tokenizer(folder if tokenizer is None else tokenizer, trust_remote_code=trust_remote_code)
         self.loaded = (
@@ -445,6 +452,8 @@ class Sampler:
         self._closed = True
         for engine in self._engines.values():
             engine.close()
+        if self._factory_folder is not None:
+            self._factory_folder.cleanup()
 
     def __enter__(self) -> Self:
         return self

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from whet.envs.sessions import Session
-from whet.envs.tool_calls import split_reasoning
+from whet.envs.tool_calls import ReasoningStream, split_reasoning
 from whet.rollout.base import Output, PartialOutput, Request
 from whet.rollout.text import TextStream
 from whet.serve.api_errors import ApiError
@@ -205,7 +205,9 @@ class ChatCall(Call):
         max_tokens = body.max_completion_tokens or body.max_tokens
         self.add_prompts([self.turn.tokens], max_tokens=max_tokens, response_format=body.response_format)
         self._partials: list[list[PartialOutput]] = [[] for _ in self.requests]
-        self._said = [""] * len(self.requests)
+        self._said: list[dict[str, Any]] = [{"role": "assistant", "content": ""} for _ in self.requests]
+        is_open = bool(body.stream) and self.turn.text().rstrip().endswith("<think>")
+        self._reasoning = [ReasoningStream(is_open=is_open) for _ in self.requests]
         self._begun: set[int] = set()
 
     def envelope(self, choices: list[dict[str, Any]], *, streamed: bool = False) -> dict[str, Any]:
@@ -249,12 +251,16 @@ class ChatCall(Call):
             content = {**message, **({"tool_calls": calls} if calls else {})}
             yield self._delta(index, content, whole, finish_reason=_finish_reason(whole, message))
             return
-        text = self._text(index, partial)
-        self._said[index] += text
+        thought, content = self._reasoning[index].push(self._text(index, partial), last=whole is not None)
+        said = self._said[index]
+        said["content"] += content
+        if thought:
+            said["reasoning_content"] = said.get("reasoning_content", "") + thought
         if whole is not None:
-            self._record(whole, {"role": "assistant", "content": self._said[index]})
-        if text or len(partial.tokens) or partial.finish_reason:
-            yield self._delta(index, {"content": text}, partial, finish_reason=partial.finish_reason)
+            self._record(whole, said)
+        if content or thought or len(partial.tokens) or partial.finish_reason:
+            delta = {"content": content, **({"reasoning_content": thought} if thought else {})}
+            yield self._delta(index, delta, partial, finish_reason=partial.finish_reason)
 
     def _delta(
         self, index: int, delta: Mapping[str, Any], partial: PartialOutput | None = None, **fields: Any

@@ -33,7 +33,7 @@ def copy_to_device(tensor: Tensor, place: torch.device) -> Tensor:
     return tensor.to(place, non_blocking=True, copy=True)
 
 
-class PinnedPlaces:
+class PinnedBuffers:
     """Places in pinned memory for the data of tensors: one buffer per dtype for all that are first seen together.
 
     A place is kept as long as its tensor lives, so memory is pinned once in a run. The allocator of pinned memory
@@ -89,7 +89,7 @@ class Offload:
     def __init__(self, device: torch.device, host: torch.device | str = "cpu", *, copy: Copy = copy_to_device) -> None:
         self.device, self.host, self.copy = device, torch.device(host), copy
         self._held: dict[int, Tensor] = {}
-        self._pinned = PinnedPlaces() if copy is copy_to_device and device.type == "cuda" else None
+        self._pinned = PinnedBuffers() if copy is copy_to_device and device.type == "cuda" else None
 
     @property
     def held_bytes(self) -> int:
@@ -110,7 +110,7 @@ class Offload:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # code on the host does not wait for a stream
 
-    def _reserve_pinned(self, tensors: list[Tensor]) -> PinnedPlaces | None:
+    def _reserve_pinned(self, tensors: list[Tensor]) -> PinnedBuffers | None:
         """Pinned places for tensors that leave a GPU; None = they go to other memory."""
         if self._pinned is None or not tensors:
             return None

@@ -13,6 +13,7 @@ from whet.util.garbage import pause_collector
 __all__ = ["lazy_names"]
 
 _IMPORT = re.compile(r"^from (\S+) import (\w+) as \2$", re.MULTILINE)
+_ALIAS = re.compile(r"^(\w+) = (\w+)$", re.MULTILINE)
 
 
 def lazy_names(
@@ -20,19 +21,22 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns a package's `__getattr__`, `__dir__` and `__all__` from its stub, which type checkers and editors read.
 
-    The stub has a line `from module import Name as Name` for each name.
+    The stub has a line `from module import Name as Name` for each name, and may have others, `Other = Name`.
 
     Args: package, file: its __name__ and __file__. missing: names that it lacks and other libraries have -> what to use
         instead, which is the message of an ImportError.
 
     Example: __getattr__, __dir__, __all__ = lazy_names(__name__, __file__).
     """
-    modules = {name: module for module, name in _IMPORT.findall(Path(file).with_suffix(".pyi").read_text("utf-8"))}
-    missing = missing or {}
+    stub = Path(file).with_suffix(".pyi").read_text("utf-8")
+    modules = {name: module for module, name in _IMPORT.findall(stub)}
+    aliases, missing = dict(_ALIAS.findall(stub)), missing or {}
 
     def find(name: str) -> Any:
         if name in missing:
             raise ImportError(f"{package} has no {name}: {missing[name]}")
+        if name in aliases:
+            return find(aliases[name])
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         with pause_collector():
@@ -42,5 +46,5 @@ def lazy_names(
         setattr(import_module(package), name, value)
         return value
 
-    names = sorted(modules)
+    names = sorted({*modules, *aliases})
     return find, names.copy, names

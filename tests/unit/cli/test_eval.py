@@ -1,6 +1,7 @@
 """`whet eval`, from its words to the table and the folder."""
 
 import json
+import signal
 
 import pytest
 
@@ -63,6 +64,18 @@ def test_a_reward_of_the_users_file_and_its_errors(words, tmp_path, capsys):
     (tmp_path / "s.py").write_text("def f(completions):\n    return [0.0 for _ in completions]\n")
     assert main([*words[:3], "reward=s.py:f", "max_tokens=6", "out=e", "resume=true"]) == 0
     assert "5 of 5 prompts were completed before" in capsys.readouterr().err
+
+
+def test_a_signal_ends_it_after_a_batch_and_it_can_be_continued(words, tmp_path, capsys):
+    code = "import os, signal\ndef f(completions):\n    {}\n    return [0.0] * len(completions)\n"
+    (tmp_path / "r.py").write_text(code.format("os.kill(os.getpid(), signal.SIGTERM)"))
+    assert main([*words[:3], "reward=r.py:f", "max_tokens=6", "batch_size=2", "out=e"]) == 130
+    err = capsys.readouterr().err
+    assert "SIGTERM: stopping after this batch" in err and "stopped after 2 of 5 prompts" in err
+    assert "continue with resume=true out=e" in err and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    (tmp_path / "s.py").write_text(code.format("pass"))
+    assert main([*words[:3], "reward=s.py:f", "max_tokens=6", "batch_size=2", "out=e", "resume=true"]) == 0
+    assert "2 of 5 prompts were completed before" in capsys.readouterr().err
 
 
 def test_print_config_and_help(words, capsys):

@@ -88,8 +88,11 @@ def test_the_breakdown_is_each_sources_own(measured):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
-def test_the_numbers_are_the_same_at_any_batch_size(measured, batch_size):
+def test_the_numbers_are_the_same_at_any_batch_size(measured, batch_size, monkeypatch):
+    shown = []
+    monkeypatch.setattr("whet.observe.Progress.update", lambda self, step, *, value, **_: shown.append((step, value)))
     whole, parts = measured(), measured(batch_size=batch_size)
+    assert shown[-1] == (7, pytest.approx(whole["reward"].value))  # so far, not of the last batch
     assert values(whole) == values(parts)
     assert {s: {n: e.value for n, e in f.items()} for s, f in whole.by_source.items()} == {
         s: {n: e.value for n, e in f.items()} for s, f in parts.by_source.items()

@@ -9,7 +9,7 @@ from helpers import END, cluster, gap, length_reward, random_batch, rows, same, 
 from whet.config import DataConfig, GRPOConfig, Mode, OptimConfig
 from whet.errors import ConfigError, EngineError
 from whet.learners.grpo import GRPOLearner
-from whet.learners.policy import with_signal
+from whet.learners.policy import sequences_with_signal
 from whet.learners.step import Step
 from whet.ops import clipped_surrogate, drgrpo_advantages, grpo_advantages, token_weights
 from whet.packing import plan_cache as plans_module
@@ -300,7 +300,11 @@ def test_a_sequence_has_signal_where_a_token_that_counts_has_an_advantage_of_eit
         advantages=torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, -1.0, 2.0, 2.0, torch.nan, 1.0]),
         mask=torch.tensor([True, True, True, True, True, True, False, False, False, True]),
     )
-    assert with_signal(batch).tolist() == [0, 2, 4]  # what is not a number where nothing is trained takes none away
+    assert sequences_with_signal(batch).tolist() == [
+        0,
+        2,
+        4,
+    ]  # what is not a number where nothing is trained takes none away
 
 
 # ---- what is not trained -------------------------------------------------------------------------------------------
@@ -343,7 +347,9 @@ def test_completions_without_a_trained_token_are_not_run_whatever_the_loss(monke
     )
     calls = [watch(monkeypatch, made.cluster.actor, "forward_backward") for made in (leaving, running)]
     found = leaving.train(rows(4)).rows[0]
-    monkeypatch.setattr("whet.learners.policy.with_trained_tokens", lambda batch: torch.arange(batch.num_sequences))
+    monkeypatch.setattr(
+        "whet.learners.policy.sequences_with_trained_tokens", lambda batch: torch.arange(batch.num_sequences)
+    )
     want = running.train(rows(4)).rows[0]
     part, whole = (args[0] for ((args, _),) in calls)
     assert 0 < part.num_sequences < whole.num_sequences == 16
@@ -480,7 +486,7 @@ def test_a_batch_is_planned_once_for_the_passes_that_run_it_within_the_same_limi
     )
     if advantages_of_0:
         monkeypatch.setattr(
-            "whet.learners.policy.with_trained_tokens", lambda batch: torch.arange(2, batch.num_sequences)
+            "whet.learners.policy.sequences_with_trained_tokens", lambda batch: torch.arange(2, batch.num_sequences)
         )
     calls = watch(monkeypatch, plans_module, "plan_micro_batches")
     made.train(rows(4))

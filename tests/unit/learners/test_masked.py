@@ -4,7 +4,7 @@ import pytest
 
 from tests.helpers import completion, prompt, tiny_model
 from whet import ClusterConfig, GRPOConfig, GRPOLearner, RLCluster
-from whet.learners.policy import with_signal
+from whet.learners.policy import sequences_with_signal
 from whet.learners.step import Step
 from whet.types import Group
 
@@ -47,4 +47,4 @@ def test_a_completion_without_a_trained_token_has_no_signal():
     group = Group(prompt=prompt("a"), completions=(completion([7, 256]), completion([8], 1, finish="length")))
     made = learner(mask_truncated_completions=True)
     batch = made.assign_advantages(made.batch(rewarded(made, group))).batch
-    assert batch.advantages[2] != 0 and with_signal(batch).tolist() == [0]
+    assert batch.advantages[2] != 0 and sequences_with_signal(batch).tolist() == [0]

@@ -31,6 +31,16 @@ def test_in_a_pipe_few_lines_and_always_the_last(capsys):
     assert lines[0] == "Training 30/30  reward 1  5.2k tok/s  0:00:00 left"
 
 
+def test_in_a_pipe_a_slow_first_step_is_shown_at_once(capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with Progress(None) as bar:
+        for step, now, shown in ((1, 4.0, "Training 1  reward 0  1 tok/s\n"), (2, 8.0, ""), (3, 12.0, "")):
+            clock[0] = now
+            bar.update(step, value=0.0, tokens_per_s=1.0)
+            assert capsys.readouterr().err == shown
+
+
 def test_without_a_pause_every_step_is_said_once(capsys):
     with Progress(None, description="x", every_s=0.0) as bar:
         for step in (1, 2):

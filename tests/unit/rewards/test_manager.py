@@ -270,7 +270,9 @@ def test_the_table_is_made_once_of_functions_and_of_what_groups_came_with():
     assert out.table is out.table and list(out.table) == ["f", "env"]
     np.testing.assert_array_equal(out.table["f"], [1, NAN, 3, 4])
     np.testing.assert_array_equal(out.table["env"], [0.5, NAN, NAN, NAN])
-    again = RewardManager(fixed([], "g")).recorded(groups, [["", ""], ["", ""]])  # as an evaluation's folder has them
+    again = RewardManager(fixed([], "g")).from_groups(
+        groups, [["", ""], ["", ""]]
+    )  # as an evaluation's folder has them
     assert list(again.table) == ["g", "env"] and np.isnan(again.table["g"]).all()
     np.testing.assert_array_equal(again.table["env"], out.table["env"])
     np.testing.assert_array_equal(again.total, out.table["env"])

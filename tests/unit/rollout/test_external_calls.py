@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from whet.errors import RolloutStopped
+from whet.rollout import driver
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Episode, RolloutDriver, completion, single_turns
 from whet.rollout.engine import EmbeddedEngine
@@ -209,3 +211,19 @@ def test_a_call_that_only_waits_for_an_event_starts_beside_the_calls_that_run():
         found |= {result.key: result.value for result in calls.collect(10)}
     assert found == {0: True, 1: 5}
     calls.close()
+
+
+def test_a_run_that_should_stop_waits_for_calls_for_a_limited_time_in_all(rollouts, monkeypatch, caplog):
+    monkeypatch.setattr(driver, "STOP_WAIT_S", 0.5)
+    started = time.monotonic()
+    rollouts.should_stop = lambda: time.monotonic() - started > 0.2
+
+    async def tool(number, tokens):  # one of the eight ends every 0.04 s, for 15 s
+        await asyncio.sleep(0.3 + 0.04 * (number % 8))
+        return [number]
+
+    with pytest.raises(RolloutStopped, match=r"^gave up waiting for the tool in \d episodes?$"):
+        rollouts.run(episodes(with_tool(tool, turns=30), count=8))
+    assert time.monotonic() - started < 6
+    assert "after 0.5 s of waiting in all the step is given up" in caplog.text
+    rollouts.should_stop = None

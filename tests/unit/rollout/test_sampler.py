@@ -1,5 +1,7 @@
 """Sampler: the direct interface, against transformers' generate and against RLCluster.generate."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from helpers import END, PAD, tiny_model, tunix_cluster
 from transformers import BloomConfig, BloomForCausalLM, GenerationConfig
 
 from whet import Sampler
+from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError, EngineError
 
 PROMPTS = ["1+1=", "what?", "a", "1+1="]
@@ -40,6 +43,20 @@ def test_greedy_completions_are_those_of_transformers(sampler):
     assert ids(out) == [until_end(theirs(model, p)[0]) for p in PROMPTS]
     assert out.text == [sampler.decode(t) for t in out.tokens]
     assert out.logprobs is None and out.logits is None
+
+
+def make_model(folder, seed):
+    tiny_model().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_a_function_makes_the_model_which_is_gone_when_the_sampler_closes(sampler):
+    with Sampler(f"{__name__}:make_model") as made:
+        folder = Path(made.loaded.name)
+        assert (folder / "config.json").is_file()
+        assert ids(made(PROMPTS, 8)) == ids(sampler(PROMPTS, 8))
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("beams", [2, 4])

@@ -336,7 +336,7 @@ def test_a_run_that_should_stop_gives_up_agents_that_hang(tmp_path, monkeypatch,
         made.train(rows(8))
     assert time.monotonic() - started < 20 and told.value.checkpoint.is_dir()
     assert made.cluster.engine.stats().in_flight == 0
-    assert "waiting for agent agent in 6 episodes; after 0.3 s in which none ends" in caplog.text
+    assert "waiting for agent agent in 6 episodes; after 0.3 s of waiting in all" in caplog.text
     hang_after[0] = 100
     made.close()
     made = learner(agent, **folder, resume="latest")

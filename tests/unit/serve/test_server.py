@@ -202,6 +202,34 @@ def test_thinking_is_apart_from_the_content_of_a_chat_completion():
     assert second == {"role": "assistant", "content": "5 "}
 
 
+@pytest.mark.parametrize(
+    ("asked", "said", "thought", "content"),
+    [
+        ("2+3=", "<think>\n2 and 3\n</think>\n\n5 < 6\n", "2 and 3", "5 < 6\n"),
+        ("2+3=<think>\n", "2 and\n\n3\n</think>\n5", "2 and\n\n3", "5"),
+        ("2+3=", "<thin ice> </think> ", "", "<thin ice> </think> "),
+        ("2+3=", "<think>2 and", "2 and", ""),
+        ("2+3=", " ", "", " "),
+    ],
+)
+def test_a_stream_has_the_thinking_apart_and_a_session_goes_on_behind_it(asked, said, thought, content):
+    tokens = tool_tokenizer()
+    tokens.chat_template = (
+        "{% for m in messages %}{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+        "{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    with serving(engine=saying(lambda prompt: "Yes." if "sure" in prompt else said), tokenizer=tokens) as server:
+        path, messages = "/sessions/a/v1/chat/completions", [{"role": "user", "content": asked}]
+        chunks = events(send(server, "POST", path, {"messages": messages, "stream": True})[2])
+        deltas = [c["choices"][0]["delta"] for c in chunks]
+        told = {key: "".join(d.get(key) or "" for d in deltas) for key in ("reasoning_content", "content")}
+        assert told == {"reasoning_content": thought, "content": content}
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "sure?"}]
+        post(server, path, messages=messages)
+        (trajectory,) = send(server, "GET", "/sessions/a/trajectories")[2]["trajectories"]
+    assert sum(trajectory["mask"]) == len(said) + len("Yes.") + 2
+
+
 def test_tools_need_a_template_that_has_them(server):
     status, _, body = send(server, "POST", "/v1/chat/completions", {"messages": HI, "tools": [ADD]})
     assert status == 400 and "does not support tool calling" in body["error"]["message"]

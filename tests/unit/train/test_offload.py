@@ -11,7 +11,7 @@ from whet.learners.grpo import GRPOLearner
 from whet.models.load import load_model
 from whet.ops import clipped_surrogate
 from whet.parallel.placement import Placement
-from whet.train.offload import Offload, OffloadPlacement, PinnedPlaces
+from whet.train.offload import Offload, OffloadPlacement, PinnedBuffers
 from whet.train.worker import Divergence, ModelWorker
 from whet.types import TokenBatch
 
@@ -51,7 +51,7 @@ def pair(optim, dtype=torch.bfloat16, plain_copy=False):
     options = {"optim": optim, "dtype": dtype, "max_tokens": 64}
     offload = Offload(DEVICE, HOST) if plain_copy else Offload(DEVICE, HOST, copy=moves)
     if plain_copy:  # as on a GPU: what is away is views of one buffer per dtype
-        offload._pinned = PinnedPlaces(pinned=False)
+        offload._pinned = PinnedBuffers(pinned=False)
     away = ModelWorker(load_model(tiny_model()), placement=OffloadPlacement(offload), **options)
     return away, ModelWorker(load_model(tiny_model()), **options), moves
 
@@ -90,7 +90,7 @@ def test_places_of_one_buffer_per_dtype_are_kept():
     tensors = [torch.randn(3, 4).t(), torch.randn(5), torch.randn(6, 2)[:, 0], torch.zeros(0), torch.arange(3)]
     before = [t.clone() for t in tensors]
     offload = Offload(DEVICE, HOST)
-    offload._pinned = PinnedPlaces(pinned=False)
+    offload._pinned = PinnedBuffers(pinned=False)
     offload.to_host(tensors)
     places = [t.data_ptr() for t in tensors]
     assert len({t.untyped_storage()._cdata for t in tensors}) == 2 and all(map(torch.equal, tensors, before))

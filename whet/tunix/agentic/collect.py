@@ -12,7 +12,7 @@ Dim legend: P prompt, C completion.
 from __future__ import annotations
 
 import asyncio
-import inspect
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from whet.errors import lookup_error
+from whet.rollout.external_calls import run_function
 from whet.tunix.agentic.agents import ConversationAgentBase, Step, TrajectoryStatus
 
 __all__ = ["ChatTemplateParser", "TrajectoryCollectEngine", "message_texts"]
@@ -217,13 +218,13 @@ class TrajectoryCollectEngine:
         """
         if mode not in MODES:
             raise lookup_error("mode", mode, MODES)
-        await asyncio.to_thread(self.begin)
+        await run_function(self.begin)
         self.agent.trajectory.prompt_tokens = self._ids(self.agent.chat_completions, first=True)
         try:
             while self.has_turn():
                 await self._turn()
         finally:
-            await asyncio.to_thread(self.finish)
+            await run_function(self.finish)
         return self._result(mode)
 
     async def _turn(self) -> None:
@@ -231,19 +232,15 @@ class TrajectoryCollectEngine:
         room = None if self.max_response_length is None else self.max_response_length - self.used
         said = len(self.agent.chat_completions)
         arguments = {"max_generation_steps": room, **self.model_call_kwargs}
-        if inspect.iscoroutinefunction(self.model_call):
-            output = await self.model_call(self.agent.chat_completions, self.env, **arguments)
-        else:
-            output = await asyncio.to_thread(
-                lambda: self.model_call(self.agent.chat_completions, self.env, **arguments)  # pyright: ignore
-            )
+        call = functools.partial(self.model_call, self.agent.chat_completions, self.env, **arguments)
+        output = await run_function(call)
         prompts = getattr(output, "left_padded_prompt_tokens", None)
         if not self.agent.trajectory.steps and prompts is not None and len(prompts):
             self.agent.trajectory.prompt_tokens = np.asarray(prompts[0])
         tokens = np.asarray(output.tokens[0] if output.tokens else [], np.int32)
         self.used += len(tokens)
         try:
-            await asyncio.wait_for(asyncio.to_thread(self.take_turn, output.text[0]), self.remaining_s)
+            await asyncio.wait_for(run_function(functools.partial(self.take_turn, output.text[0])), self.remaining_s)
         except TimeoutError:
             self.status = TrajectoryStatus.ENV_TIMEOUT
             log.warning("the environment did not answer within %g s, and its episode has ended", self.timeout)

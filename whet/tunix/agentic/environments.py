@@ -6,13 +6,14 @@ An environment of one's own derives from BaseTaskEnv, and writes `_initial_obser
 from __future__ import annotations
 
 import abc
-import asyncio
+import functools
 import json
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from whet.rollout.external_calls import run_function
 from whet.tunix.agentic.agents import Action
 from whet.tunix.agentic.tools import BaseTool, ToolCall, ToolManager
 
@@ -47,7 +48,7 @@ class BaseEnv(abc.ABC):
 
     async def step_async(self, action: Any) -> tuple[Any, float, bool, dict[str, Any]]:
         """Answers an action, in a thread."""
-        return await asyncio.to_thread(self.step, action)
+        return await run_function(functools.partial(self.step, action))
 
     def close(self) -> None:  # noqa: B027
         """Frees what the environment holds."""

@@ -14,13 +14,14 @@ from whet.cluster import RLCluster as CoreCluster
 from whet.config import Mode
 from whet.data.prompts import PromptEncoder
 from whet.envs.environment import ENVIRONMENT_REWARD
+from whet.envs.recorded import RecordedAnswers
 from whet.errors import ConfigError
 from whet.learners.episodes import longest_sequence
 from whet.rollout.driver import Episode
 from whet.rollout.policy_rollouts import EpisodeRunner
 from whet.serve.run_model import RunModel
 from whet.tunix.agentic.agents import ModelAgent
-from whet.tunix.agentic.collect import ChatTemplateParser, TrajectoryCollectEngine, message_texts
+from whet.tunix.agentic.collect import ChatTemplateParser, message_texts
 from whet.tunix.agentic.config import AgenticGRPOConfig
 from whet.tunix.agentic.environments import TaskEnvironment
 from whet.tunix.agentic.episodes import AgenticEpisodes
@@ -124,24 +125,26 @@ class AgenticGRPOLearner(GRPOLearner):
     def episode_runner(self, mode: Mode) -> EpisodeRunner | None:
         """Returns the generator function of a mode's episodes."""
         if mode not in self._episode_runners:
-            model = _policy_model(self.cluster, mode, self.chat_parser)
-            self._episode_runners[mode] = AgenticEpisodes(self._start, model, self.failures).run_episode
+            c, folder = self.agentic_config, self.cluster.rollout_for(mode).answers_dir
+            episodes = AgenticEpisodes(
+                self._start,
+                _policy_model(self.cluster, mode, self.chat_parser),
+                self.failures,
+                answers=None if folder is None else RecordedAnswers(folder),
+                gamma=c.gamma,
+                max_response_length=c.max_response_length,
+                timeout=c.episode_timeout,
+                filter_statuses=c.filter_statuses,
+                overlong_filter=c.overlong_filter,
+            )
+            self._episode_runners[mode] = episodes.run_episode
         return self._episode_runners[mode]
 
-    def _start(self, episode: Episode) -> TrajectoryCollectEngine:
+    def _start(self, episode: Episode) -> tuple[Any, Any]:
         """Returns an agent and an environment for an episode."""
-        prompt, c = episode.prompt, self.agentic_config
+        prompt = episode.prompt
         row = {name: _scalar(value) for name, value in {**prompt.columns, "prompts": prompt.source}.items()}
-        agent, env = self._create_agent_env_pair(row, group_id=prompt.row, pair_index=episode.generation)
-        return TrajectoryCollectEngine(
-            agent,
-            env,
-            gamma=c.gamma,
-            max_response_length=c.max_response_length,
-            timeout=c.episode_timeout,
-            filter_statuses=c.filter_statuses,
-            overlong_filter=c.overlong_filter,
-        )
+        return self._create_agent_env_pair(row, group_id=prompt.row, pair_index=episode.generation)
 
     def _create_agent_env_pair(self, single_example: dict[str, Any], group_id: int, pair_index: int) -> tuple[Any, Any]:
         """Returns the agent and the environment of an episode.
