@@ -55,7 +55,7 @@ class PackedLinear:
         self._joined_weight: tuple[Tensor, Tensor | None] | None = None
         """The buffer of which the layers' weights are views, and that of their biases."""
         self._joined_first: Tensor | None = None
-        """[R, in]: the buffer of which the factors A of adapters are views; None = not all have one that is not merged."""
+        """[R, in]: the buffer of which the factors A of adapters are views; None = not all layers have one to join."""
         self._adapter_tensors: list[Tensor] = []
         """Adapters that are not merged: `table` points to these tensors."""
         self._merged: dict[int, Tensor] = {}
