@@ -19,7 +19,8 @@ STEPS = 12
 def numbers(folder):
     """Every metric that does not depend on the clock, as text: NaN is equal to itself there."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [json.dumps({k: v for k, v in r.items() if not k.startswith(("time/", "perf/"))}) for r in rows]
+    of_the_clock = ("time/", "perf/", "rollout/mean_batch_size")  # an answer may come a decode step earlier
+    return [json.dumps({k: v for k, v in r.items() if not k.startswith(of_the_clock)}) for r in rows]
 
 
 def assert_same_run(folder, reference):
@@ -30,7 +31,7 @@ def assert_same_run(folder, reference):
     for name in files:
         tables = (pyarrow.parquet.read_table(f / "completions" / name) for f in (folder, reference))
         ours, theirs = (table.drop_columns("seconds") for table in tables)  # of the clock
-        assert ours.equals(theirs), name
+        assert repr(ours.to_pydict()) == repr(theirs.to_pydict()), name  # NaN is equal to itself there
     for part in ("final", f"checkpoints/step-{STEPS:06d}/actor"):
         ours, theirs = ((f / part / "model.safetensors").read_bytes() for f in (folder, reference))
         assert ours == theirs, part
@@ -82,10 +83,9 @@ def fork():
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["train", "train_sft"])
+@pytest.mark.parametrize("kind", ["train", "train_sft", pytest.param("train_environment", marks=pytest.mark.full)])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(fork, tmp_path, kind):
     reference, folder = tmp_path / "reference", tmp_path / "killed"
-    whole = fork(reference, kind=kind)
     rng = random.Random(0)
     for slow, now in moments(rng, folder, kills=2):
         process = fork(folder, 1, slow, kind=kind)
@@ -97,15 +97,11 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(fork, tmp_path, kind):
         assert process.exitcode == -9, "the run ended before it could be killed"
         if slow:
             assert list((folder / "checkpoints").glob(".tmp-*"))  # it was caught in the act
-    last = fork(folder, kind=kind)
-    last.join()
-    whole.join()
-    assert last.exitcode == whole.exitcode == 0
-    assert_same_run(folder, reference)
-    again = fork(folder, kind=kind)  # a run that is done stays done
-    again.join()
-    assert again.exitcode == 0
-    assert_same_run(folder, reference)
+    for where in (folder, reference, folder):  # the reference has the recorded answers of the killed run
+        last = fork(where, kind=kind)
+        last.join()
+        assert last.exitcode == 0
+    assert_same_run(folder, reference)  # a run that is done stays done
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """A small training run that can be killed: `python tests/faults/train.py FOLDER`, again and again until it is done."""
 
 import os
+import random
 import sys
 import time
 from pathlib import Path
@@ -48,6 +49,29 @@ def train(folder, threads=1, slow_saves=False):
     """12 steps over 20 rows in batches of 4: two and a half shuffled epochs, a checkpoint every second step."""
     torch.set_num_threads(threads)
     np.random.seed(0)
+    learn(folder, slow_saves, noisy_reward, {"eval": {"temperature": 0.0}})
+
+
+class Weather:
+    """An environment that says something else each time. Its answers are recorded."""
+
+    draw = random.SystemRandom()
+
+    def step(self, message):
+        return None if self.draw.random() < 0.2 else str(self.draw.randrange(1000))
+
+    def get_reward(self):
+        return self.draw.random()
+
+
+def train_environment(folder, threads=1, slow_saves=False):
+    """The same in two turns, with the answers recorded beside the folder."""
+    torch.set_num_threads(threads)
+    two_turns = {"env_path": Weather, "max_turns": 2, "max_episode_tokens": 90}
+    learn(folder, slow_saves, None, {"answers_dir": str(folder.parent / "answers"), **two_turns})
+
+
+def learn(folder, slow_saves, reward, rollout):
     if slow_saves:
         slow_down_saves()
     c = cluster(
@@ -61,11 +85,11 @@ def train(folder, threads=1, slow_saves=False):
         eval_every_n_steps=4,
         actor_optimizer=OptimConfig(lr=3e-3, schedule="linear", warmup_steps=4),
         checkpointing_options=CheckpointingOptions(save_interval_steps=2, max_to_keep=2),
-        rollout={"eval": {"temperature": 0.0}},
+        rollout=rollout,
     )
     rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(20)]
     algo = GRPOConfig(num_generations=4, beta=0.02)
-    learner = GRPOLearner(c, algo, noisy_reward, data_shuffle_seed=1, data=DataConfig(batch_size=4))
+    learner = GRPOLearner(c, algo, reward, data_shuffle_seed=1, data=DataConfig(batch_size=4))
     learner.train(rows, rows[:5])
 
 

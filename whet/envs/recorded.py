@@ -148,7 +148,7 @@ class RecordedAnswers:
         line = json.dumps({"key": _key(rng_key, prompt), "counts": dict(tape.counts), "calls": tape.calls})
         seed, step = rng_key[:2]
         with (self.folder / f"{seed}-{step:06d}-{os.getpid()}.jsonl").open("a") as file:
-            file.write(f"{line}\n")
+            file.write(f"\n{line}")  # so it is whole behind a line at which a process with this number was killed
 
     def _read(self, seed: int, step: int) -> dict[str, Tape]:
         """Returns the records of a step by key; of several the newest."""

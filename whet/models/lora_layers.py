@@ -256,7 +256,7 @@ def lora_factors(layer: nn.Module) -> tuple[Tensor, Tensor, float] | None:
     a = [lora.lora_A[name].weight for name in names]
     b = [lora.lora_B[name].weight for name in names]
     b[1:] = [x * (lora.scaling[name] / scale) for name, x in zip(names[1:], b[1:])]
-    return torch.cat(a), torch.cat(b, 1), scale
+    return (a[0], b[0], scale) if len(names) == 1 else (torch.cat(a), torch.cat(b, 1), scale)
 
 
 # ---- the merged weights, for engines with weights of their own and for other programs --------------------------------

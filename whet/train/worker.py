@@ -340,6 +340,7 @@ class ModelWorker:
             attention=self.loaded.attention,
             saturating_tokens=self.saturating_tokens,
             multiple=BF16_MULTIPLE if self.device.type == "cpu" and self.dtype == torch.bfloat16 else 1,
+            num_ranks=self.placement.data_size,
         )
 
     def _own_passes(

@@ -261,6 +261,7 @@ def test_groups_with_failed_episodes_are_replaced(world):
     (step,) = steps
     assert len(step.groups) == 2 and not any(c.has_failed for g in step.groups for c in g.completions)
     assert run.rows[0]["dynamic_sampling/groups_left_out"] > 0 and run.rows[0]["dynamic_sampling/batches"] > 1
+    assert run.rows[0]["turns/replaced"] == made.failures.count > 0
     totals = step.rewards.total.reshape(2, 2)
     want = torch.tensor(totals - totals.mean(1, keepdims=True)).flatten().float()
     at = step.batch.mask

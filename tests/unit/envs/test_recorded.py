@@ -104,10 +104,10 @@ def test_a_recorded_run_is_resumed_and_repeated_to_the_bit_without_the_environme
 def test_an_episode_that_goes_another_way_asks_the_environment_and_is_recorded_anew(tmp_path):
     train(asks, tmp_path, "first", parts=(1,), evaluates=False)
     (file,) = (tmp_path / "answers").glob("*-000001-*.jsonl")
-    lines = file.read_text().splitlines()
+    lines = file.read_text().strip().splitlines()
     record = json.loads(lines[0])
     record["calls"][-1][1] = "another"
-    file.write_text("\n".join([json.dumps(record), *lines[1:], '{"key": "torn']) + "\n")
+    file.write_text("\n".join([json.dumps(record), *lines[1:], '{"key": "torn']))  # it was killed
     train(asks, tmp_path, "second", parts=(1,), evaluates=False)
     assert len(CREATED) == len(record["calls"])
     added = json.loads(file.read_text().splitlines()[-1])
