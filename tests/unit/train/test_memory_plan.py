@@ -72,7 +72,7 @@ def qwen3(folder, name):
     )
 
 
-@pytest.mark.parametrize("name", QWEN3)
+@pytest.mark.parametrize("name", ["0.6B", *(pytest.param(n, marks=pytest.mark.full) for n in QWEN3 if n != "0.6B")])
 def test_activations_are_those_of_a_fake_gpu(tmp_path, name):
     sizes = measure_model(RoleConfig(model=qwen3(tmp_path, name)), trained=True)
     assert sizes.activations(16_363, "none") / GB == pytest.approx(QWEN3[name][-1], rel=0.005)
@@ -240,7 +240,7 @@ def test_settings_that_fit_are_found_and_named(tmp_path):
         pytest.param("1.7B", [], 80, True, marks=pytest.mark.full),
         pytest.param("4B", ["actor.lora.r=16"], 24, True, marks=pytest.mark.full),
         pytest.param("8B", ["actor.lora.r=16"], 80, True, marks=pytest.mark.full),
-        ("8B", [], 80, False),
+        pytest.param("8B", [], 80, False, marks=pytest.mark.full),
         pytest.param("8B", ["actor.lora.r=16", "actor.quantization=nf4"], 24, True, marks=pytest.mark.full),
         ("0.6B", ["PPO"], 24, True),
         pytest.param("4B", ["PPO"], 80, False, marks=pytest.mark.full),
