@@ -44,7 +44,7 @@ from whet.ops.policy_losses import POLICY_LOSSES
 from whet.ops.policy_objective import PolicyObjective
 from whet.ops.preference import PREFERENCE_LOSSES
 from whet.rollout.base import Sampling
-from whet.rollout.engine import prefill
+from whet.rollout.engine import packed_linear, prefill
 from whet.rollout.engine import runner as runner_file
 from whet.rollout.engine.engine import EmbeddedEngine
 from whet.rollout.engine.fused_backbone import FusedBackbone
@@ -63,7 +63,10 @@ VALUE_SHAPES = {"nonzero", "_unique2", "unique_dim", "masked_select", "unique_co
 PINNED = {}
 """Storage -> a tensor that holds it: the pinned memory made so far."""
 COUNTS = ("kernels", "to_host", "to_device", "blocking", "waits", "places")
-VIEWS = {"view", "select", "slice", "unsqueeze", "squeeze", "expand", "detach", "alias", "as_strided", "permute", "t"}
+VIEWS = {
+    *("view", "_unsafe_view", "split", "split_with_sizes", "chunk", "transpose", "select", "slice", "unsqueeze"),
+    *("squeeze", "expand", "detach", "alias", "as_strided", "permute", "t"),
+}
 
 
 class Ledger(TorchDispatchMode):
@@ -237,7 +240,7 @@ ENGINE = {
     "lora": {"lora": True},
     "chunks": {"prefill_tokens": 16},
     "store chunks": {"prefill_tokens": 16, "pool": False},
-    "bounded": {"kv_cache_tokens": 128},
+    "bounded": {"kv_cache_tokens": 70},  # rows are queued again
     "fp32": {"dtype": torch.float32, "pool": False},
     "gemma2": {"family": "gemma2", "pool": False},
     "gemma3": {"family": "gemma3", "pool": False},
@@ -427,6 +430,7 @@ def _install():
 
     TokenBatch.__post_init__ = check_numbers
     fast_layers._is_unmodified = lambda layer: "forward" not in vars(layer)  # fake parameters are of another class
+    packed_linear._is_plain = lambda tensor: tensor.is_contiguous()
     waits = type("Stream", (), {"synchronize": lambda self: None})
     torch.cuda.device = lambda *_: contextlib.nullcontext()
     torch.cuda.get_device_capability = lambda *_: (9, 0)

@@ -32,6 +32,8 @@ LEARNERS = (
 OTHER_LOSSES = tuple(sorted({*PREFERENCE_LOSSES} - {*LEARNERS, "sigmoid"}))
 MORE_COPIES = {"update/forbidden", "update/penalty", "update/constrained"}
 """Updates with data that are made for each micro-batch: places in a turn, tokens seen before, masks of a constraint."""
+LAYER = {"engine/plain": 21, "engine/lora": 34}
+"""Operations of a layer of a decode step: its kernels, and a view of what attention has written."""
 MISTAKES = ("device", "shape", "index", "read")
 
 
@@ -75,8 +77,8 @@ def check_step(line):
         copies = 2 if line["case"] == "engine/logits" else 1  # tokens with logprobs, and the logits asked for
         for block in line["blocks"]:
             assert block["to_host"] == block["blocking"] == copies, line
-        if line["case"] == "engine/plain":  # two layers, and what is outside of them, in each of four steps
-            assert max(block["kernels"] for block in line["blocks"]) <= 4 * (2 * 20 + 65), line
+        if layer := LAYER.get(line["case"]):  # two layers, and what is outside of them, in each of four steps
+            assert max(block["kernels"] for block in line["blocks"]) <= 4 * (2 * layer + 45), line
         first, *others = [block["to_device"] for block in line["blocks"]]
         assert first <= 1 and not any(others), line  # the tables that a regrouped batch reads
     else:

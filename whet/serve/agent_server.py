@@ -214,7 +214,7 @@ class AgentServer(ApiServer):
         )
 
     def _key(self, number: int) -> str:
-        """Returns the key of an episode: whoever knows one can't guess another."""
+        """Returns the key of an episode. A secret signs the keys, so one can't be guessed from another."""
         return f"{number}-{hmac.new(self._secret, str(number).encode(), 'sha256').hexdigest()}"
 
 
