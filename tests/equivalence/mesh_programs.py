@@ -58,8 +58,9 @@ def models_of(mesh, every):
 
 
 def batches():
-    """Forks and later turns; lengths that differ; and a pass whose first half predicts no target."""
-    long = Group(prompt=prompt([*range(50, 90)]), completions=(completion([5, 6, 2]), completion([8, 2], 1)))
+    """Forks and later turns; lengths that differ; and one sequence, whose first half predicts no target, so that other
+    ranks run a pass that does not count."""
+    long = Group(prompt=prompt([*range(50, 90)]), completions=(completion([5, 6, 2]),))
     yield forest(3, 7, piece=12)
     yield random_batch((5, (1, 17, 4)), (23, (9, 2)), (3, (6,)), masked=True)
     yield TokenBatch.from_groups([long])
@@ -68,7 +69,7 @@ def batches():
 def loss(x):
     """It reads other tokens of a sequence, and its entropy."""
     sums = torch.zeros(x.num_sequences, dtype=x.logprobs.dtype).index_add(0, x.sequence, x.logprobs)
-    own = x.logprobs * (1 + x.sequence % 3) + 0.1 * x.entropy - 0.01 * sums[x.sequence] ** 2 / 10
+    own = x.logprobs * (1 + x.need("weights").abs()) + 0.1 * x.entropy - 0.01 * sums[x.sequence] ** 2 / 10
     return own, {"sum": sums[x.sequence]}
 
 
@@ -110,9 +111,9 @@ def results(placement, every=True, models=MODELS):
 
 
 def peak(placement):
-    """The most bytes of tensors that one long pass has at a time."""
+    """The most bytes of tensors that a pass of one long sequence has at a time."""
     worker = ModelWorker(load_model(tiny_model()), optim=OptimConfig(), max_tokens=2048, placement=placement())
-    batch = RoleTrainer(worker, loss=loss).add_loss_weights(random_batch((40, (600, 500)), (30, (700,))))
+    batch = RoleTrainer(worker, loss=loss).add_loss_weights(random_batch((40, (1700,))))
     with StoragePeak() as counted:
         worker.forward_backward(batch, loss, entropy=True)
     return counted.peak

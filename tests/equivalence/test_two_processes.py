@@ -23,8 +23,8 @@ def test_two_processes_make_the_update_of_one(tmp_path):
         wait(processes, tmp_path)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     (number, _), *_ = one["passes"]
-    assert number % 2 == 1 and number > 1, "a rank has to have a pass less, so that a dummy is run"
-    assert [counts for _, counts in ranks[1]["passes"]] == [[True] * (number // 2) + [False]]
+    assert number % 2 == 1 and number > 1, "a rank would have a pass less, were they not cut again"
+    assert [counts for _, counts in ranks[1]["passes"]] == [[True] * (number // 2 + 1)]
     for found in ranks:
         for name, gradient in one["gradients"].items():
             limit = 1e-5 * gradient.abs().max()
@@ -38,6 +38,6 @@ def test_two_processes_make_the_update_of_one(tmp_path):
         for name, number in one["row"].items():
             assert found["row"][name] == pytest.approx(number, rel=1e-4, abs=ROUNDING), name
     assert ranks[0]["row"] == ranks[1]["row"]
-    assert one["imbalance"] is None and 1 < ranks[0]["imbalance"] == ranks[1]["imbalance"] < 2
+    assert one["imbalance"] is None and 1 < ranks[0]["imbalance"] == ranks[1]["imbalance"] < 1.2
     assert all(0 < len(found["rewarded"]) < 9 for found in ranks)
     assert [ids for found in ranks for ids in found["rewarded"]] == one["rewarded"] and len(one["rewarded"]) == 9

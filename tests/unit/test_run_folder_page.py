@@ -108,7 +108,7 @@ def test_every_metric_explained_is_one_of_a_run(written):
     of_a_loss = {"cispo_clip_ratio", "divergence", "teacher_kl", "vespo/phi_seq_mean"}  # each of one policy loss
     of_turns = {"completions/sampled_tokens", *(f"turns/{name}" for name in ("mean", "max", "min", "forks", "failed"))}
     of_turns |= {"time/rollout/tool_wait", "tools/call_frequency", "tools/failure_frequency", "turns/retried"}
-    of_turns.add("turns/failed_infrastructure")
+    of_turns |= {"turns/failed_infrastructure", "turns/replaced"}
     of_a_gpu, of_several = {"perf/mfu"}, {"perf/rank_imbalance"}
     of_turns.add("rollout/sync_logprob_gap")  # of an engine with a copy of the weights
     assert listed - written == {

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
 from whet.cli.help import command_help, find_help_topic
-from whet.cli.output import print_text, rank
+from whet.cli.output import print_text, rank, write_torchrun_error
 from whet.cli.registry import (
     COMMANDS,
     FLAGS,
@@ -63,6 +64,7 @@ def run_and_report(program: str, work: Callable[[], Any]) -> int:
             if isinstance(error, BrokenPipeError) and has_no_reader(sys.stdout):
                 return 0  # the reader of a pipe has seen enough
             if not _report_error(program, error):
+                write_torchrun_error("".join(traceback.format_exception(error)))
                 raise
             return 2
         finally:
@@ -118,6 +120,7 @@ def _report_error(program: str, error: Exception) -> bool:
     else:
         return False
     text = f"{program}:\n  {text}" if "\n" in text else f"{program}: {text}"
+    write_torchrun_error(text)
     if sys.stderr.isatty():
         text = wrap_text(text, shutil.get_terminal_size().columns)
     _print_error(text, every_rank=not isinstance(error, ConfigError))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-__all__ = ["print_text", "rank"]
+__all__ = ["print_text", "rank", "write_torchrun_error"]
 
 
 def print_text(text: str, end: str = "\n") -> None:
@@ -21,6 +21,25 @@ def print_text(text: str, end: str = "\n") -> None:
         from whet.errors import ConfigError
 
         raise ConfigError(f"standard output can't be written: {error}; make room, or send it elsewhere") from error
+
+
+def write_torchrun_error(text: str) -> None:
+    """Writes why this process fails to the file that torchrun reads: its report then ends with the text of the first
+    process that failed, which may have ended the others before they printed it. Without torchrun it does nothing.
+    """
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not name:
+        return
+    import json
+    import time
+    from contextlib import suppress
+    from pathlib import Path
+
+    message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}  # torchrun wants whole seconds
+    part = Path(f"{name}.part")
+    with suppress(OSError):
+        part.write_text(json.dumps({"message": message}))
+        part.replace(name)  # at once: torchrun fails at half a file
 
 
 def rank() -> int:

@@ -30,7 +30,7 @@ from whet.rollout.driver import Episode, Turns
 from whet.rollout.external_calls import CallTimeoutError, ExternalCall
 from whet.types import Group
 
-__all__ = ["EpisodeFailures", "OnInfrastructureFailure", "Owner", "Status", "classify"]
+__all__ = ["EpisodeFailures", "OnInfrastructureFailure", "Owner", "Status", "classify", "num_failed"]
 
 LOG = logging.getLogger("whet")
 
@@ -113,7 +113,7 @@ class EpisodeFailures:
         self.count = 0
         """Failed episodes so far."""
         self.last_error = ""
-        """Of the infrastructure."""
+        """The message of the last infrastructure failure."""
 
     def add(self, error: RewardError, episode: Episode) -> dict[str, str]:
         """Decides about a failed episode, and counts it.
@@ -135,7 +135,8 @@ class EpisodeFailures:
             ) from error.__cause__
         self.count += 1
         if self.count <= MAX_WARNINGS:
-            last = "; the next ones are only counted, in turns/failed" if self.count == MAX_WARNINGS else ""
+            metric = "turns/replaced" if self.on_infrastructure == "refill" else "turns/failed"
+            last = f"; the next ones are only counted, in {metric}" if self.count == MAX_WARNINGS else ""
             LOG.warning("%s; row %d, generation %d has no reward%s", error, row, generation, last)
         elif math.log10(self.count).is_integer():
             LOG.warning("%d episodes have failed so far; row %d, generation %d: %s", self.count, row, generation, error)
@@ -160,14 +161,18 @@ class EpisodeFailures:
 
     def check_share(self, groups: Sequence[Group]) -> None:
         """Raises RewardError: more than max_share of a step's episodes failed by the infrastructure."""
-        last = [g.completions[place] for g in groups for place in g.last]
-        failed = sum(c.info.get("failure") == "infrastructure" for c in last)
-        if failed > self.max_share * len(last):
+        failed, episodes = num_failed(groups), sum(len(g.last) for g in groups)
+        if failed > self.max_share * episodes:
             raise RewardError(
-                f"{failed} of {len(last)} episodes of the step failed by their infrastructure, more than "
+                f"{failed} of {episodes} episodes of the step failed by their infrastructure, more than "
                 f"rollout.max_failed_share={self.max_share:g}; the last one: {self.last_error}; repair that and "
                 "resume, or raise the share"
             )
+
+
+def num_failed(groups: Sequence[Group]) -> int:
+    """Returns the number of episodes that failed by their infrastructure."""
+    return sum(g.completions[place].info.get("failure") == "infrastructure" for g in groups for place in g.last)
 
 
 def _an_episode() -> Episode:

@@ -175,7 +175,7 @@ class Tools:
 
     def _text(self, result: Any) -> str:
         """Returns a result as the content of a message."""
-        text = str({"error": str(result)} if isinstance(result, Exception) else result)
+        text = str({"error": str(result) or repr(result)} if isinstance(result, Exception) else result)
         most = self.limits.max_chars
         if most is None or len(text) <= most:
             return text

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from whet.config.algo import PolicyConfig
+from whet.envs.failures import num_failed
 from whet.errors import ConfigError
 from whet.learners.step import Step
 from whet.metrics import Mean, Metric, Sum
@@ -72,8 +73,7 @@ def filter_groups(
 
 def complete_groups(groups: Sequence[Group]) -> np.ndarray:
     """Returns which groups have no episode that failed by its infrastructure: Bool [groups]."""
-    failed = [any(c.info.get("failure") == "infrastructure" for c in group.completions) for group in groups]
-    return ~np.array(failed, bool)
+    return np.array([num_failed([group]) == 0 for group in groups], bool)
 
 
 def refill_groups(
@@ -88,7 +88,8 @@ def refill_groups(
         next_batch: returns a further batch of prompts; None = the data have ended.
     Returns: the step with the groups that are kept, in the order in which they were drawn. If none is kept, its groups
         are those of the step. Metrics under dynamic_sampling/: batches; groups_left_out,
-        completions_left_out, tokens_left_out; reward, the mean over all completions that were drawn.
+        completions_left_out, tokens_left_out; reward, the mean over all completions that were drawn. turns/replaced:
+        episodes left out that had failed by their infrastructure.
     """
     wanted, drawn = len(step.groups), [step]
 
@@ -117,7 +118,10 @@ def refill_groups(
         step = step.log(further.metrics)
     versions = sorted({v for s in drawn for v in s.versions})
     step = step.replace(rewards=result, groups=result.groups, versions=tuple(versions))
-    return step.replace(prompts=[g.prompt for g in result.groups]).log(_count_groups(rewards, result, len(drawn)))
+    metrics = _count_groups(rewards, result, len(drawn))
+    if learner.failures.on_infrastructure == "refill":
+        metrics["turns/replaced"] = Sum(float(num_failed(rewards.groups) - num_failed(result.groups)))
+    return step.replace(prompts=[g.prompt for g in result.groups]).log(metrics)
 
 
 def _count_groups(drawn: RewardBatch, kept: RewardBatch, batches: int) -> dict[str, Metric]:

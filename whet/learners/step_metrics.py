@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from whet.envs.failures import num_failed
 from whet.evaluation.columns import make_completion_columns
 from whet.evaluation.estimators import pass_at_k, resolve_ks
 from whet.metrics import Max, Mean, Metric, Min, Sum, merge
@@ -171,7 +172,7 @@ def _turn_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
         **spread("turns", np.array(turns)),
         "turns/forks": Sum(float(sum(len(g.completions) for g in groups) - len(last))),
         "turns/failed": Sum(float(sum(c.has_failed for c in last))),
-        "turns/failed_infrastructure": Sum(float(sum(c.info.get("failure") == "infrastructure" for c in last))),
+        "turns/failed_infrastructure": Sum(float(num_failed(groups))),
         "turns/retried": Sum(float(sum(c.info.get("attempts", 1) - 1 for c in last))),
         "completions/sampled_tokens": Sum(float(sampled)),
         **tools,

@@ -16,6 +16,7 @@ from whet.config.monitoring import Band
 
 __all__ = [
     "BANDS",
+    "RAISE_EPISODE_LIMIT",
     "RAISE_LIMIT",
     "SHORTEN_PROMPTS",
     "SYMPTOMS",
@@ -32,6 +33,8 @@ MAX_TRUNCATED_SHARE = 0.5
 """More than this share of truncated completions is a problem."""
 RAISE_LIMIT = "raise rollout.max_tokens_to_generate"
 """The advice where completions are too short."""
+RAISE_EPISODE_LIMIT = "raise rollout.max_episode_tokens (the environment's words count in it)"
+"""The advice where the environment's words leave no room for a turn."""
 SHORTEN_PROMPTS = "make room by shorter prompts (rollout.max_prompt_length): the model's positions are all taken"
 """The advice where the limit of completions can't be raised."""
 MAX_DIFFERENCE = 0.1
@@ -118,7 +121,7 @@ def find_no_signal(row: Mapping[str, float]) -> Finding | None:
 def find_sampler_mismatch(
     row: Mapping[str, float], *, engine: str = "embedded", dtype: str = "bfloat16"
 ) -> Finding | None:
-    """Sampler and trainer compute different log-probabilities for the same tokens, with the same weights.
+    """Finds that sampler and trainer compute different log-probabilities for the same tokens, with the same weights.
 
     Args: row: metrics. engine: the engine's name. dtype: the trainer's.
 

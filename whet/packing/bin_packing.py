@@ -155,8 +155,13 @@ def _first_fit_in_order(
     return bins
 
 
-def pack_balanced(items: Sequence[PackItem], max_tokens: int, max_sequences: int) -> list[list[PackItem]]:
+def pack_balanced(
+    items: Sequence[PackItem], max_tokens: int, max_sequences: int, num_ranks: int = 1
+) -> list[list[PackItem]]:
     """Packs items into as few bins as first fit makes, of similar cost; the most expensive bin comes first.
+
+    Args: items: each within the limits. max_tokens, max_sequences: limits of a bin. num_ranks: the number of bins is
+        rounded up to a multiple of it, where there are enough items.
 
     >>> items = [PackItem((i,), n, n) for i, n in enumerate((5, 4, 3, 2, 2))]
     >>> bins = pack_balanced(items, 10, 9)                 # first fit makes 5 + 4, 3 + 2 + 2
@@ -168,17 +173,21 @@ def pack_balanced(items: Sequence[PackItem], max_tokens: int, max_sequences: int
     cost = lambda b: sum(u.cost for u in b)
     whole, ordered = first_fit(items, max_tokens, max_sequences), sorted(items, key=_by_cost)
     return balance_bins(
-        lambda cap: whole if cap == NO_CAP else _first_fit_in_order(ordered, max_tokens, max_sequences, cap), cost
+        lambda cap: whole if cap == NO_CAP else _first_fit_in_order(ordered, max_tokens, max_sequences, cap),
+        cost,
+        num_ranks,
     )
 
 
-def pack_padded_rows(items: Sequence[PackItem], max_tokens: int, max_sequences: int) -> list[list[PackItem]]:
+def pack_padded_rows(
+    items: Sequence[PackItem], max_tokens: int, max_sequences: int, num_ranks: int = 1
+) -> list[list[PackItem]]:
     """Packs padded rows of similar length into few bins of similar cost; the most expensive bin comes first.
 
     A bin takes its number of rows times its longest row.
 
     Args: items: each within the limits, with one row for each of its sequences. `tokens` and `cost` are those of the
-        item's widest row, before it is padded to its neighbours.
+        item's widest row, before it is padded to its neighbours. The others: see pack_balanced.
     """
     ordered = sorted(items, key=lambda u: (-u.tokens, u.sequences))
     rows = lambda b: sum(len(u.sequences) for u in b)
@@ -193,22 +202,25 @@ def pack_padded_rows(items: Sequence[PackItem], max_tokens: int, max_sequences: 
                 bins.append([u])
         return bins
 
-    return balance_bins(fit, lambda b: rows(b) * b[0].cost) if items else []
+    return balance_bins(fit, lambda b: rows(b) * b[0].cost, num_ranks) if items else []
 
 
-def balance_bins(fit: Callable[[int], list[list[T]]], cost: Callable[[list[T]], int]) -> list[list[T]]:
-    """Finds the smallest cost cap under which no more bins are needed than without one.
+def balance_bins(
+    fit: Callable[[int], list[list[T]]], cost: Callable[[list[T]], int], num_ranks: int = 1
+) -> list[list[T]]:
+    """Finds the smallest cost cap under which no more bins are needed than without one, or than its number rounded up.
 
-    Args: fit: cap -> bins, at least one. cost: of a bin.
+    Args: fit: cap -> bins, at least one. cost: of a bin. num_ranks: see pack_balanced.
     Returns: the bins under that cap, the most expensive first.
     """
     best = fit(NO_CAP)
+    most = -(-len(best) // num_ranks) * num_ranks
     low, high = 0, max(cost(b) for b in best)
-    for _ in range(BISECTION_STEPS if len(best) > 1 else 0):
+    for _ in range(BISECTION_STEPS if most > 1 else 0):
         middle = (low + high) // 2
         bins = fit(middle)
         highest = max(cost(b) for b in bins)
-        if len(bins) <= len(best) and highest < high:
+        if len(bins) <= most and highest < high:
             best, high = bins, highest
         else:
             low = middle + 1

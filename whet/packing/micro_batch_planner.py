@@ -6,6 +6,7 @@ Dim legend: B rows, T tokens of a row, s completion tokens of a micro-batch, n i
   run once (prefix_tree.py). What exceeds the token budget is split, and each part repeats the prefix that it needs.
 - The last token of a completion predicts nothing. It is run only where its hidden state is asked for.
 - There are as few micro-batches as fit, then they are made similar in cost (bin_packing.py); the largest comes first.
+- Where n processes divide them, their number is rounded up to a multiple of n: no process waits for the others then.
 - The plan depends only on the batch, not on measured times.
 A micro-batch has no columns such as advantages; `MicroBatch.token_index` says where a token's columns are.
 """
@@ -47,6 +48,7 @@ class _Work:
     cost: PassCost
     at_end: bool
     shared_prefix: bool
+    num_ranks: int
     prefix_lengths: np.ndarray
     """[N]."""
     starts: np.ndarray
@@ -73,6 +75,7 @@ def plan_micro_batches(
     attention: str = "auto",
     saturating_tokens: int | None = None,
     multiple: int = 1,
+    num_ranks: int = 1,
 ) -> list[MicroBatch]:
     """Cuts a batch into micro-batches within a token budget; every completion token is a target of exactly one.
 
@@ -88,6 +91,7 @@ def plan_micro_batches(
         attention: the kernel of the layouts, one of models.attention.KERNELS.
         saturating_tokens: the size above which a larger micro-batch is no faster; None = unknown, as few as fit.
         multiple: the size of a layout's buckets is a multiple of it (SegmentLayout).
+        num_ranks: the processes that divide the micro-batches, each of which runs every num_ranks-th one.
     Returns: the micro-batches, the one with most tokens first, so that the memory of one fits those after it.
     Raises: ConfigError: a budget below 1. DataError: a sequence or unit over max_tokens, a unit over max_sequences, or
         an empty prefix: nothing predicts a first token.
@@ -110,6 +114,7 @@ def plan_micro_batches(
         cost=cost,
         at_end=at_end,
         shared_prefix=shared_prefix,
+        num_ranks=num_ranks,
         prefix_lengths=batch.prefix_lengths.numpy()[batch.prefix_of.numpy()],
         starts=batch.starts.numpy(),
         lengths=batch.lengths.numpy() - (not at_end),
@@ -119,9 +124,8 @@ def plan_micro_batches(
         cut = _unit_bins if batch.num_units < batch.num_sequences else _sequence_bins
         micros = [_packed(work, items, multiple, attention) for items in cut(work, saturating_tokens)]
     else:
-        micros = [
-            _padded(work, items) for items in pack_padded_rows(_padded_rows(work), work.max_tokens, work.max_sequences)
-        ]
+        rows = pack_padded_rows(_padded_rows(work), work.max_tokens, work.max_sequences, num_ranks)
+        micros = [_padded(work, items) for items in rows]
     return [micro.to(device) for micro in sorted(micros, key=lambda micro: -micro.num_tokens)]
 
 
@@ -146,8 +150,35 @@ def _sequence_bins(work: _Work, saturating_tokens: int | None) -> list[list[Pack
         items(first_fit, budget),
         items(pack_balanced, budget),
     ]  # full parts leave a small one for a gap; like parts none
-    plans = [pack_balanced(way, budget, work.max_sequences) for way in ways[: 1 if ways[0] == ways[1] else 2]]
-    return min(plans, key=lambda bins: (len(bins), max((sum(u.cost for u in b) for b in bins), default=0)))
+    plans = [_pack(work, way, budget) for way in ways[: 1 if ways[0] == ways[1] else 2]]
+    best = min(plans, key=lambda bins: (len(bins), max(map(_cost, bins), default=0)))
+    return _for_ranks(work, best, budget, longest, functools.partial(items, pack_balanced))
+
+
+def _cost(items: Sequence[PackItem]) -> int:
+    return sum(u.cost for u in items)
+
+
+def _pack(work: _Work, items: Sequence[PackItem], budget: int) -> list[list[PackItem]]:
+    return pack_balanced(items, budget, work.max_sequences, work.num_ranks)
+
+
+def _for_ranks(
+    work: _Work, bins: list[list[PackItem]], budget: int, longest: int, items: Callable[[int], list[PackItem]]
+) -> list[list[PackItem]]:
+    """Splits large items further where a process would wait for the others, if repeated prefixes cost less than that.
+
+    Args: bins: of the token budget. longest: tokens of what can't be split. items: those of a smaller token budget.
+    Returns: the bins whose slowest ones, of the processes' simultaneous ones, cost least together.
+    """
+    n = work.num_ranks
+    slowest = lambda bins: sum(_cost(b) for b in bins[::n])  # the most expensive bin comes first
+    plans, rounds = [bins], -(-len(bins) // n)
+    if n > 1 and slowest(bins) * n > sum(map(_cost, bins)) * (1 + MAX_REPEATED_SHARE):
+        share = -(-sum(u.tokens for b in bins for u in b) // (rounds * n)) + int(work.prefix_lengths.max())
+        smaller = {max(longest, tokens) for tokens in (share, share // 2) if tokens < budget}
+        plans += [_pack(work, items(tokens), budget) for tokens in sorted(smaller)]
+    return min((plan for plan in plans if len(plan) <= rounds * n), key=slowest)
 
 
 def _unit_bins(work: _Work, saturating_tokens: int | None) -> list[list[PackItem]]:
@@ -181,7 +212,7 @@ def _unit_bins(work: _Work, saturating_tokens: int | None) -> list[list[PackItem
     unsplit, longest = max(laid(*span).tokens for span in spans), max(item.tokens for item in singles)
     budgets = _budgets(longest, unsplit, saturating_tokens, work.max_tokens)
     budget = _smallest_budget(budgets, lambda n: sum(item.cost for item in items(n)))
-    return pack_balanced(items(budget), budget, work.max_sequences)
+    return _for_ranks(work, _pack(work, items(budget), budget), budget, longest, items)
 
 
 def _units_with_shared_prefixes(blocks: Sequence[Sequence[int]], unit_of: Sequence[int]) -> list[list[list[int]]]:

@@ -4,10 +4,12 @@ import os
 import re
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from whet._version import __version__
 from whet.cli import main
@@ -185,6 +187,21 @@ def test_only_rank_0_speaks_but_any_rank_can_name_an_error_of_its_own(called, mo
     assert capsys.readouterr() == ("", "")
     failing(monkeypatch, DataError("rank 1's own"))
     assert main(["grpo", *WHOLE]) == 2 and capsys.readouterr().err == "[rank 1] whet grpo: rank 1's own\n"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_torchrun_reports_the_error_of_the_first_rank_that_failed(called, monkeypatch, tmp_path, capsys, rank):
+    """torchrun ends the other ranks, which may have printed nothing by then."""
+    file = tmp_path / "error.json"
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(file)}.items():
+        monkeypatch.setenv(name, value)
+    start = int(time.time())
+    assert main(["grpo", "x=1"]) == 2
+    failure = ProcessFailure(local_rank=int(rank), pid=1, exitcode=2, error_file=str(file))
+    assert start <= failure.timestamp <= time.time()
+    report = str(ChildFailedError("whet", {int(rank): failure}))
+    assert "  traceback : whet grpo:" in report and "unknown" in report
+    assert ("whet grpo:" in capsys.readouterr().err) is (rank == "0")
 
 
 @pytest.mark.parametrize("rank", ["x", "1"])  # what is left in an environment silences nothing

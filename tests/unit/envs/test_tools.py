@@ -42,6 +42,8 @@ def fails(kind: str) -> str:
     Args:
         kind: of the error.
     """
+    if kind == "end":
+        next(iter(()))
     raise {"key": KeyError, "time": TimeoutError}[kind](kind)
 
 
@@ -90,12 +92,14 @@ def test_errors_and_late_answers_are_texts_for_the_model():
         call("slow", wrong=1),
         {"type": "function", "function": {"name": "slow", "arguments": "no mapping"}},
         call("slow", text="c", seconds=0.0),
+        call("fails", kind="end"),
     )
-    assert time.monotonic() - start < 1.5 and counts.failures == 7
+    assert time.monotonic() - start < 1.5 and counts.failures == 8
     assert contents[0] == contents[1] == "{'error': 'no answer within 0.1 s'}"
     assert contents[2] == "{'error': \"'key'\"}" and contents[3] == "{'error': 'time'}"
     assert "Tool none not found" in contents[4] and "unexpected keyword argument" in contents[5]
     assert "must be a mapping" in contents[6] and contents[7] == "c"
+    assert contents[8] == "{'error': 'StopIteration()'}"  # it has no words of its own
 
 
 def test_a_tool_that_exits_is_answered_by_its_error():

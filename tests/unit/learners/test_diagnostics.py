@@ -96,14 +96,21 @@ def test_steps_without_signal_are_said_with_their_cause_and_an_example(diagnosti
     assert f"All completions ended by themselves. To '2+2=' the model said 'four', {scored}." in text
 
 
-def test_a_silence_says_how_many_completions_were_truncated(diagnostics, caplog):
+@pytest.mark.parametrize(
+    ("status", "limit"),
+    [
+        ("out of turns", "max_tokens_to_generate"),
+        ("out of context", "max_episode_tokens (the environment's words count in it)"),
+    ],
+)
+def test_a_silence_says_how_many_completions_were_truncated(status, limit, diagnostics, caplog):
     rewarded, batch = sample((0.0, 0.0))
     group = rewarded.groups[0]
-    truncated = dataclasses.replace(group.completions[0], finish_reason="length")
+    truncated = dataclasses.replace(group.completions[0], finish_reason="length", info={"status": status})
     groups = [dataclasses.replace(group, completions=(truncated, group.completions[1]))]
     watch(diagnostics, 1, 3, (dataclasses.replace(rewarded, groups=groups), batch))
     (text,) = said(caplog)
-    assert "50% of the completions were truncated: raise rollout.max_tokens_to_generate if that is why" in text
+    assert f"50% of the completions were truncated: raise rollout.{limit} if that is why" in text
 
 
 def test_what_is_set_already_is_no_advice_where_completions_are_truncated(tiny, caplog):

@@ -87,8 +87,9 @@ shapes = st.lists(
     st.booleans(),
     st.booleans(),
     st.sampled_from([None, 1, 30]),
+    st.integers(1, 4),
 )
-def test_every_token_is_a_target_once_within_budget(groups, room, max_sequences, packable, shared, enough):
+def test_every_token_is_a_target_once_within_budget(groups, room, max_sequences, packable, shared, enough, ranks):
     b = batch(*groups)
     longest = max(p + max(lengths) for p, lengths in groups) - 1
     micros = plan_micro_batches(
@@ -99,6 +100,7 @@ def test_every_token_is_a_target_once_within_budget(groups, room, max_sequences,
         shared_prefix=shared,
         cost=DEAR,
         saturating_tokens=enough,
+        num_ranks=ranks,
     )
     check(b, micros)
     for m in micros:
@@ -137,6 +139,21 @@ def test_small_groups_fill_a_micro_batch():
     # 12 groups of 3 + 4 + 3 = 10 tokens that are run, in bins of 40: three bins, none wasted
     b = batch(*[(3, [5, 4])] * 12)
     assert [m.num_tokens for m in plan_micro_batches(b, max_tokens=40)] == [40, 40, 40]
+
+
+@pytest.mark.parametrize("groups, budget, packable, sizes", [
+    ([(3, [5, 4])] * 12, 1000, True, [40, 40, 40]),  # one micro-batch in one process, as many as ranks in three
+    ([(3, [5, 4])] * 12, 40, True, [40, 40, 40]),
+    ([(3, [5, 4])] * 12, 30, True, [20] * 6),  # four in one process, where two ranks would wait in the second round
+    ([(4, [101] * 6)], 1000, True, [204, 204, 204]),  # a prompt alone: its completions are divided
+    ([(400, [2] * 6)], 1000, True, [406]),  # each part would repeat the long prompt, and nobody would wait less
+    ([(4, [9] * 6)], 1000, False, [24, 24, 24]),
+])  # fmt: skip
+def test_there_are_as_many_micro_batches_as_three_ranks_run_at_once(groups, budget, packable, sizes):
+    b = batch(*groups)
+    micros = plan_micro_batches(b, max_tokens=budget, num_ranks=3, packable=packable)
+    check(b, micros)
+    assert [m.input_ids.numel() for m in micros] == sizes
 
 
 def test_padded_rows_are_of_like_length():
