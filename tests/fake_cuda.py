@@ -44,7 +44,7 @@ from whet.ops.policy_losses import POLICY_LOSSES
 from whet.ops.policy_objective import PolicyObjective
 from whet.ops.preference import PREFERENCE_LOSSES
 from whet.rollout.base import Sampling
-from whet.rollout.engine import prefill
+from whet.rollout.engine import packed_linear, prefill
 from whet.rollout.engine import runner as runner_file
 from whet.rollout.engine.engine import EmbeddedEngine
 from whet.rollout.engine.fused_backbone import FusedBackbone
@@ -63,7 +63,10 @@ VALUE_SHAPES = {"nonzero", "_unique2", "unique_dim", "masked_select", "unique_co
 PINNED = {}
 """Storage -> a tensor that holds it: the pinned memory made so far."""
 COUNTS = ("kernels", "to_host", "to_device", "blocking", "waits", "places")
-VIEWS = {"view", "select", "slice", "unsqueeze", "squeeze", "expand", "detach", "alias", "as_strided", "permute", "t"}
+VIEWS = {
+    *("view", "_unsafe_view", "split", "split_with_sizes", "chunk", "transpose", "select", "slice", "unsqueeze"),
+    *("squeeze", "expand", "detach", "alias", "as_strided", "permute", "t"),
+}
 
 
 class Ledger(TorchDispatchMode):
@@ -188,10 +191,10 @@ def _move_engine(engine, pool):
 
 
 def engine_case(family="qwen3", *, pool=True, lengths=(40, 9), dtype=torch.bfloat16, lora=False,
-                prefill_tokens=8192, kv_cache_tokens=None, **sampling):  # fmt: skip
+                prefill_tokens=8192, kv_cache_tokens=None, grammars=None, **sampling):  # fmt: skip
     """Drains an engine. Returns: counts, and the most copies of a block of decode steps."""
     model = load_model(build(family, max_position_embeddings=512).to(dtype), dtype=dtype, lora=LORA if lora else None)
-    options = {"prefill_tokens": prefill_tokens, "kv_cache_tokens": kv_cache_tokens}
+    options = {"prefill_tokens": prefill_tokens, "kv_cache_tokens": kv_cache_tokens, "grammars": grammars}
     engine = EmbeddedEngine(model, max_batch=64, native=False, **options)
     _move_engine(engine, pool)
     rng, blocks, ledger = np.random.RandomState(0), [], Ledger()
@@ -225,8 +228,18 @@ def engine_case(family="qwen3", *, pool=True, lengths=(40, 9), dtype=torch.bfloa
     return {**ledger.counts(), "blocks": blocks, "backbone": engine.backends["backbone"]}
 
 
+class AnyTokens:
+    """Grammars of a language that has every text."""
+
+    start = staticmethod(lambda request: request)
+    advance = staticmethod(lambda matchers, tokens, first: {})
+    rows = staticmethod(lambda matchers: torch.full((len(matchers), VOCABULARY // 8), 255, dtype=torch.uint8))
+
+
 ENGINE = {
     "plain": {},
+    "windows": {"family": "mistral_window"},
+    "constrained": {"grammars": AnyTokens()},
     "stores": {"pool": False},
     "greedy": {"temperature": 0.0},
     "truncated": {"top_k": 20, "top_p": 0.95},
@@ -237,7 +250,7 @@ ENGINE = {
     "lora": {"lora": True},
     "chunks": {"prefill_tokens": 16},
     "store chunks": {"prefill_tokens": 16, "pool": False},
-    "bounded": {"kv_cache_tokens": 128},
+    "bounded": {"kv_cache_tokens": 70},  # rows are queued again
     "fp32": {"dtype": torch.float32, "pool": False},
     "gemma2": {"family": "gemma2", "pool": False},
     "gemma3": {"family": "gemma3", "pool": False},
@@ -369,6 +382,9 @@ UPDATES = {
     "teacher": {"teacher": True},
     "critic": {"role": "critic"},
     "moe": {"family": "qwen3_moe"},
+    "windows": {"family": "mistral_window"},
+    "gemma2": {"family": "gemma2"},
+    "gpt_oss": {"family": "gpt_oss"},
     "losses": {"loss": _every_policy_loss, "entropy": True},
 }
 
@@ -427,6 +443,7 @@ def _install():
 
     TokenBatch.__post_init__ = check_numbers
     fast_layers._is_unmodified = lambda layer: "forward" not in vars(layer)  # fake parameters are of another class
+    packed_linear._is_plain = lambda tensor: tensor.is_contiguous()
     waits = type("Stream", (), {"synchronize": lambda self: None})
     torch.cuda.device = lambda *_: contextlib.nullcontext()
     torch.cuda.get_device_capability = lambda *_: (9, 0)

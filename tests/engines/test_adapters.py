@@ -47,6 +47,43 @@ def merged(model):
     return plain
 
 
+@pytest.mark.parametrize("targets", [ALL, ["k_proj", "down_proj"]], ids=["all", "two"])
+def test_a_gpus_products_add_all_their_adapters_at_once_and_round_once(targets):
+    model = adapted(targets).bfloat16()
+    block, generator = model.model.layers[0], torch.Generator().manual_seed(1)
+    names = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+    groups = [[getattr(block.self_attn, n, None) or getattr(block.mlp, n) for n in group] for group in names]
+    for layers in groups:
+        product, adapters = PackedLinear(layers), [layer for layer in layers if hasattr(layer, "lora_A")]
+        product.join()
+        first = [layer.lora_A["default"].weight for layer in adapters]
+        together = len({a.untyped_storage().data_ptr() for a in first}) == 1
+        assert together or len(adapters) < len(layers)
+        x = torch.randn(5, product.inputs, generator=generator).bfloat16()
+        for change in ("none", "values", "memory", "off"):
+            with torch.no_grad():
+                for layer in adapters:
+                    layer.enable_adapters(change != "off")
+                    if change == "values":
+                        layer.lora_A["default"].weight.mul_(0.5)
+                    if change == "memory":
+                        layer.lora_A["default"].weight.data = layer.lora_A["default"].weight.data * 2
+                product.refresh()
+                got, want = product(x), torch.cat([layer(x) for layer in layers], -1)
+                exact = torch.cat([nn.functional.linear(x.double(), exact_weight(layer)) for layer in layers], -1)
+                added = product.add_to(torch.zeros_like(got), x) if len(layers) == 1 else got
+            assert torch.equal(added, got)
+            assert (got - exact).abs().mean() <= (want - exact).abs().mean() < 0.01 * exact.abs().mean()
+
+
+def exact_weight(layer):
+    """W + s B A in float64."""
+    if not hasattr(layer, "lora_A") or layer.disable_adapters:
+        return layer.get_parameter("base_layer.weight" if hasattr(layer, "lora_A") else "weight").double()
+    a, b = (x["default"].weight.double() for x in (layer.lora_A, layer.lora_B))
+    return layer.base_layer.weight.double() + layer.scaling["default"] * b @ a
+
+
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("targets", [ALL, ["q_proj", "down_proj"]], ids=["all", "two"])
 def test_an_adapted_model_keeps_the_fast_paths_and_samples_what_the_module_samples(targets, native):

@@ -3,10 +3,12 @@
 import logging
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.torch
+import tiny
 import torch
 from cuda_standin import FixedMemory, Machine
 from tiny import build, prompts, requests, run
@@ -16,11 +18,12 @@ from whet.errors import EngineError
 from whet.models import varlen
 from whet.models.config_sizes import kv_bytes_per_token
 from whet.rollout.base import Sampling
-from whet.rollout.engine import EmbeddedEngine, pool_runner
+from whet.rollout.engine import EmbeddedEngine, pool_runner, scheduler
 from whet.rollout.engine.cuda_graph import StepGraphs
 from whet.rollout.engine.growing_memory import GrowingMemory
 from whet.rollout.engine.kv_pool import PoolCase, _difference
 from whet.rollout.engine.places import Places
+from whet.rollout.engine.runner import StepOutput
 
 STOPS = tuple(range(0, 64, 6))
 BOUND = 600
@@ -101,16 +104,88 @@ def test_several_processes_leave_the_parameters_where_fsdp_put_them(monkeypatch)
 
 
 @pytest.mark.parametrize("bound", [180, 300])
-def test_a_bounded_pool_holds_no_more_and_ends(bound):
-    model, held = build(gain=3.0), []
-    work = requests(prompts((3, 70, 40, 9, 1, 33)), Sampling(max_tokens=45, stop_ids=STOPS), group=4)
+def test_rows_of_a_bounded_pool_grow_and_are_queued_again_where_there_is_no_place(bound):
+    """Lengths are mixed, prompts shared, and rows refilled; the memory of a longest row is not that of every row."""
+    model, held, seen = build(gain=3.0), [], {"rows": 0, "moved": 0, "again": 0}
+    work = requests(prompts((3, 70, 40, 9, 1, 33)), Sampling(max_tokens=45, stop_ids=STOPS[:2]), group=4)
+    kinds = [{}, {"repetition_penalty": 1.3}, {"return_logits": True}]
+    work = [replace(r, sampling=replace(r.sampling, **kinds[r.id % 3])) for r in work]
     engine = pooled(model, kv_cache_tokens=bound, make=GrowingMemory)
-    features = engine._runner.forward.features
-    engine._runner.forward.features = lambda *a: (features(*a), held.append(engine._runner.kv_tokens))[0]
-    same(run(engine, work), run(EmbeddedEngine(model, max_batch=11), work))
-    assert max(held) <= bound
+    runner, scheduler = engine._runner, engine._scheduler
+    features, move, resume = runner.forward.features, runner.pool.move, scheduler.resume
+
+    def counted(*args):
+        held.append(runner.kv_tokens)
+        seen["rows"] = max(seen["rows"], len(engine._rows))
+        return features(*args)
+
+    runner.forward.features = counted
+    runner.pool.move = lambda *a: (move(*a), seen.__setitem__("moved", seen["moved"] + 1))
+    scheduler.resume = lambda flights: (resume(flights), seen.__setitem__("again", seen["again"] + len(flights)))
+    got, want = run(engine, work), run(EmbeddedEngine(model, max_batch=11), work)
+    same(got, want)
+    for i, output in want.items():
+        if output.logits is not None:
+            torch.testing.assert_close(torch.tensor(got[i].logits), torch.tensor(output.logits), atol=1e-4, rtol=1e-4)
+    assert max(held) <= bound and seen["moved"] and seen["again"], seen
+    assert seen["rows"] > (bound - 3) // 45, "as many rows as of the longest"
     engine.sleep()
     assert engine.kv_bytes == engine._runner.places.used == 0
+
+
+class NoMemory(GrowingMemory):
+    """Memory of which only the size is known."""
+
+    held = 0
+
+    def resize(self, size):
+        self.held = size
+
+
+@pytest.mark.full
+def test_mixed_lengths_take_half_the_steps_that_full_length_takes(monkeypatch):
+    """The scheduler at the size of a run on 24 GB, with lengths given and no model; docs/engine.md has the numbers."""
+    lengths = np.random.RandomState(1).lognormal(np.log(330), 0.6, 256).clip(10, 1024).astype(int)
+
+    def steps(parts):
+        monkeypatch.setattr(scheduler, "PARTS", parts)
+        engine = EmbeddedEngine(small(), max_batch=256, native=False, kv_cache_tokens=49_152)
+        engine._use_pool(make=NoMemory)
+        runner, total, computed = engine._runner, [], []
+        runner.pool.move = lambda source, target: None
+
+        def prefill(prefixes, *_):
+            for p in prefixes:
+                computed.append(len(p.tokens) - p.num_computed_tokens)
+                p.last_hidden, p.source = torch.zeros(1), None
+
+        def draw(flights, drawn, count):
+            tokens = np.full((count, len(flights)), 5, np.int32)
+            for column, (flight, n) in enumerate(zip(flights, drawn)):
+                last = lengths[flight.request.id] - len(flight.tokens) - n - 1
+                if 0 <= last < count:
+                    tokens[last, column] = 2
+            return StepOutput(tokens=tokens, logprobs=np.zeros(tokens.shape, np.float32), logits=None)
+
+        def decode(count, drawn, *_):
+            total.append(count)
+            assert runner.places.end - 1 <= runner.pool.places <= 49_152
+            flights = [flight for flight, _ in engine._rows]
+            assert all(flight.room >= n - 1 + count for flight, n in zip(flights, drawn))
+            return draw(flights, drawn, count)
+
+        runner.prefill, runner.decode = prefill, decode
+        runner.add_rows = lambda first, admitted, *_: draw([f for f, _ in admitted], [0] * len(admitted), 1)
+        work = requests(prompts([512] * 32), Sampling(max_tokens=1024, stop_ids=(2,)), group=8)
+        out = run(engine, [replace(r, tokens=r.tokens % 50 + 8) for r in work])
+        assert [len(out[i].tokens) for i in range(256)] == lengths.tolist()
+        return sum(total), sum(computed)
+
+    monkeypatch.setitem(tiny.COMMON, "max_position_embeddings", 2048)
+    page = (Path(__file__).parents[2] / "docs/engine.md").read_text(encoding="utf-8").replace("\n  ", " ")
+    (grown, computed), (reserved, once) = steps(scheduler.PARTS), steps(1)
+    assert f"{grown:,} decode steps instead of {reserved:,}, and computes {computed:,} prompt tokens" in page
+    assert f"instead of {once:,}" in page and grown < 0.5 * reserved
 
 
 @pytest.mark.parametrize("bound", [None, 150])

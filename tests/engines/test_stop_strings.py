@@ -5,7 +5,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from whet.data.tokenizer import byte_tokenizer
-from whet.rollout.stopping import find_stop_string
+from whet.rollout.base import Sampling
+from whet.rollout.stopping import find_end, find_stop_string
 
 
 def oracle(decode, tokens, stop, fresh):
@@ -84,3 +85,20 @@ def test_a_look_costs_the_same_at_any_length():
         decoded.clear()
         assert find_stop_string(decode, np.full(count, 97), ["</answer>"], new=4) is None
         assert sum(decoded) < 100
+
+
+@pytest.mark.parametrize(
+    ("said", "most", "end"),
+    [
+        ("a#bb", 9, (2, "stop")),  # the id comes first
+        ("bba#", 9, (2, "stop")),  # the string does
+        ("ab", 9, None),
+        ("aaa#", 3, (3, "length")),  # behind the last token that may be drawn
+        ("aabb", 3, (3, "length")),
+        ("aa#", 3, (3, "stop")),
+    ],
+)
+def test_a_completion_ends_at_the_first_of_an_id_a_string_and_its_length(said, most, end):
+    sampling = Sampling(max_tokens=most, stop_ids=(ord("#"),), stop=("bb",))
+    ids, decode = [ord(letter) for letter in said], lambda ids: "".join(map(chr, ids))
+    assert find_end(sampling, ids, new=len(ids), decode=decode) == end

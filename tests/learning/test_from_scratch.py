@@ -26,6 +26,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.full
 def test_the_model_learns_the_task_from_chance(example, capsys):
     assert example.main(seed=0) > 0.9
     first = float(capsys.readouterr().out.splitlines()[0].split()[3])

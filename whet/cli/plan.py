@@ -7,8 +7,10 @@ from whet.cli.supervised import separate_reference
 from whet.config import RMRunConfig, RoleConfig, RunConfig, SupervisedRunConfig
 from whet.errors import ConfigError
 from whet.parallel.torchrun_env import check_mesh
+from whet.rollout.engine.scheduler import row_places
 from whet.train.memory_plan import (
     GB,
+    LENGTH,
     MemoryPlan,
     ModelSizes,
     Part,
@@ -84,6 +86,9 @@ def plan_text(
         shards = num_processes // trainer.data_parallel_replicate_size
         run = "its own passes" if together == 1 else f"a pass with {together - 1} other"
         lines.append(f"  each of {num_processes} processes: a shard of {shards}, {run}")
+    if samples and config.rollout_engine in ("auto", "embedded"):
+        first, full = _at_once(config, plan)
+        lines.append(f"  at most {first} completions at once, {full} if all have their full length")
     row = lambda name, rollout, update: f"  {name:40}" + (f"{rollout:>9}" if samples else "") + f"{update:>9}"
     lines.append(row("GB", "rollout", "update"))
     sums = Part("sum", plan.rollout, plan.update)
@@ -96,3 +101,13 @@ def plan_text(
     return "\n".join(
         [*lines, f"  does not fit, by {excess:.1f} GB; try {ways_to_fit(config, None, num_processes)}", ""]
     )
+
+
+def _at_once(config: RunConfig, plan: MemoryPlan) -> list[int]:
+    """Returns how many completions the embedded engine decodes at once: those that have begun, and of full length."""
+    rollout, count, counts = with_assumed_lengths(config).rollout, config.algo.num_generations, []
+    prompt, longest = rollout.max_prompt_length or LENGTH, rollout.max_tokens_to_generate or LENGTH
+    for places in (row_places(longest, 1), longest):
+        groups, rest = divmod(plan.kv_tokens, prompt + count * places)
+        counts.append(min(rollout.max_batch_size, groups * count + max(0, (rest - prompt) // places)))
+    return counts

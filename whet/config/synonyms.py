@@ -58,6 +58,7 @@ _ALL: dict[tuple[str, ...], str] = {
     ("data.max_length", *_GENERATED[:2]): "max_seq_length max_seq_len max_length",
     _ROWS: "per_device_train_batch_size train_batch_size global_batch_size prompts_per_rollout rollout_batch_size",
     _MICRO: "micro_batch_size micro_batch_size_per_gpu ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu "
+    "micro_train_batch_size micro_rollout_batch_size "
     "ppo_max_token_len_per_gpu max_length_per_device max_token_len_per_gpu",
     ("trainer.context_parallel_size",): "ulysses_sequence_parallel_size sequence_parallel_size sp_size cp_size",
     ("trainer.tensor_parallel_size",): "tp_size tensor_parallel",
@@ -82,11 +83,13 @@ _ALL: dict[tuple[str, ...], str] = {
     "max_prompt_length",
     _GENERATED: "max_tokens max_new_tokens max_completion_length max_response_length response_length max_gen_len "
     "total_generation_steps max_tokens_to_generate max_generation_steps",
-    _COMPLETIONS: "num_generations n n_samples num_samples group_size responses_per_prompt num_return_sequences",
+    _COMPLETIONS: "num_generations n n_samples n_samples_per_prompt num_samples group_size responses_per_prompt "
+    "num_return_sequences",
     ("rollout.eos_tokens", "eos_tokens"): "stop_token_ids eos_token_id",
     ("rollout.stop", "stop"): "stop_strings stop_sequences",
     ("rollout.constraint.regex", "constraint.regex"): "guided_regex vllm_structured_outputs_regex",
-    ("rollout.kv_cache_tokens",): "gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static",
+    ("rollout.kv_cache_tokens",): "gpu_memory_utilization mem_fraction_static",
+    ("rollout.vllm.hbm_utilization",): "vllm_gpu_memory_utilization",
     ("rollout_engine",): "use_vllm vllm_mode",
     ("rollout.chat_template_kwargs", "data.chat_template_kwargs", "chat_template_kwargs"): "enable_thinking thinking",
     ("rollout.on_long_prompt", "data.on_long"): "truncation filter_overlong_prompts",
@@ -97,20 +100,22 @@ _ALL: dict[tuple[str, ...], str] = {
     ("algo.kl_type",): "use_kl_in_reward",
     ("algo.scale_rewards",): "norm_adv_by_std_in_grpo",
     ("algo.loss_agg_mode",): "avg_level",
-    ("algo.epsilon",): "clip clip_eps clip_range cliprange clip_ratio clip_ratio_low epsilon_low",
-    ("algo.epsilon_high",): "clip_ratio_high",
+    ("algo.epsilon",): "clip clip_eps eps_clip clip_range cliprange clip_ratio clip_ratio_low epsilon_low",
+    ("algo.epsilon_high",): "clip_ratio_high clip_higher eps_clip_low_high",
     ("algo.epsilon_c",): "clip_ratio_c",
     ("algo.clip_range_value",): "cliprange_value",
     ("algo.entropy_coef",): "entropy_coeff ent_coef",
     ("algo.num_iterations",): "ppo_epochs num_ppo_epochs",
     ("algo.advantage_estimator",): "adv_estimator",
-    ("algo.gae_lambda",): "lam lamda gae_lam",
+    ("algo.gae_lambda",): "lam lamda lambd gae_lam",
     ("algo.dynamic_sampling",): "dynamic_filtering filter_groups group_filtering",
     ("algo.critic_warmup_steps",): "critic_warmup freeze_steps",
     ("algo.loss_type", "algo.policy_loss_fn"): "loss_type loss_fn loss_mode loss_algo",
     ("algo.kl_horizon",): "horizon",
-    ("algo.sampler_is",): "rollout_is",
-    ("algo.sampler_is_threshold",): "rollout_is_threshold tis_imp_ratio_cap",
+    ("algo.sampler_is",): "rollout_is rollout_is_level tis use_tis truncated_importance_sampling "
+    "vllm_importance_sampling_correction vllm_importance_sampling_mode",
+    ("algo.sampler_is_threshold",): "rollout_is_threshold tis_imp_ratio_cap vllm_importance_sampling_cap",
+    ("algo.loss_masks",): "rollout_rs rollout_token_veto_threshold",
     ("offload_to_cpu",): "param_offload optimizer_offload",
     ("algo.label_smoothing",): "label_smoothing_factor",
 }
@@ -151,20 +156,32 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 """A section's name elsewhere, or in another command -> its names here."""
 _TORCHRUN = "torchrun starts several processes, and FSDP2 shards the weights over them (whet docs scaling)"
 _TENSOR_PARALLEL = "trainer.tensor_parallel_size divides matrices in training and in the rollout"
+_GRADIENT = (
+    "a step has one gradient however it is split into passes; trainer.max_tokens_per_microbatch bounds their memory"
+)
+_SLEEPS = "an engine sleeps by itself during an update; rollout.vllm.kwargs.enable_sleep_mode=false prevents it"
+_VLLM = "vLLM's own options are keys of rollout.vllm.kwargs"
 _NO_DEEPSPEED = f"DeepSpeed is not supported; {_TORCHRUN}"
 NOTES: dict[str, str] = {
+    "calculate_log_probs": "the sampler's log-probabilities are always kept",
     "deepspeed": _NO_DEEPSPEED,
     "device": "a GPU is taken where there is one; CUDA_VISIBLE_DEVICES chooses which, and '' the CPU",
+    "enable_prefix_caching": _VLLM,
+    "enable_sleep_mode": _SLEEPS,
+    "enforce_eager": _VLLM,
     "eval_strategy": "data.eval_path has the rows of evaluations, trainer.eval_every_n_steps says how often",
+    "free_cache_engine": _SLEEPS,
     "fsdp": _TORCHRUN,
     "gpus": _TORCHRUN,
-    "gradient_accumulation_steps": "a step has one gradient however it is split into passes; "
-    "trainer.max_tokens_per_microbatch bounds their memory",
+    "grad_accumulation": _GRADIENT,
+    "gradient_accumulation_steps": _GRADIENT,
     "n_gpus_per_node": _TORCHRUN,
     "nnodes": _TORCHRUN,
     "push_to_hub": "trainer.hub_model_id=NAME sends the model when it is trained, whet push RUN repo=NAME later",
+    "sleep_mode": _SLEEPS,
     "tensor_model_parallel_size": _TENSOR_PARALLEL,
     "tensor_parallel_size": _TENSOR_PARALLEL,
+    "use_dynamic_bsz": "passes are always filled up to trainer.max_tokens_per_microbatch",
     "use_kl_loss": "a KL is in the loss where algo.beta is above 0",
     "logging_steps": "every step is logged",
     "max_model_len": "rollout.max_prompt_length and rollout.max_tokens_to_generate bound a sequence",
@@ -173,6 +190,7 @@ NOTES: dict[str, str] = {
     "reward_weights": "reward={name: weight, ...} has the weights beside the functions",
     "role_to_mesh": "all roles share the devices of a run; leave it out",
     "use_remove_padding": "rows are always packed, without padding",
+    "zero_stage": _NO_DEEPSPEED,
     "val_before_train": "an evaluation before the first step is always made, where there are rows for it",
     "remove_unused_columns": "columns that nothing reads stay where they are; reward functions are given them by name",
 }

@@ -1,1 +1,1 @@
-"""From data sets to prompts: rows, their encoding, their order; and the packing of token batches."""
+"""Reads data sets, encodes their rows, and orders them for a run."""

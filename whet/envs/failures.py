@@ -113,7 +113,7 @@ class EpisodeFailures:
         self.count = 0
         """Failed episodes so far."""
         self.last_error = ""
-        """Of the infrastructure."""
+        """The message of the last infrastructure failure."""
 
     def add(self, error: RewardError, episode: Episode) -> dict[str, str]:
         """Decides about a failed episode, and counts it.

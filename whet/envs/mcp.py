@@ -1,4 +1,4 @@
-"""Tools of MCP servers: a server is started as a program, and spoken to over its standard input and output.
+"""Tools of MCP servers. whet starts a server as a program and exchanges messages over its stdin and stdout.
 
     with McpServer("python", ["server.py"]) as server:
         tools = Tools(server.tools)

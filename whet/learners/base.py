@@ -325,7 +325,7 @@ class RLLearner:
         raise NotImplementedError
 
     def update(self, step: Step, mini: TokenBatch) -> Step:
-        """Takes one optimizer step on a mini-batch of the step.
+        """Takes one optimizer step on a mini-batch of the step; see PolicyLearner.
 
         Reads: nothing. Writes: metrics.
         """

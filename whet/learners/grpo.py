@@ -4,8 +4,8 @@
     l_t = -min(ρ_t A, clip(ρ_t, 1 - ε, 1 + ε_high) A) + β KL_t     policy_loss_fn, per token; ρ_t = π / π_old
     L   = Σ_t w_t l_t                                              loss_agg_mode, as weights w made once per mini-batch
 
-Source: DeepSeekMath, arXiv:2402.03300; agrees with Tunix's GRPOLearner, with two differences: old log-probabilities are
-those of the start of the step also where trainer and engine share weights, and sequences without signal are not run.
+All stages are PolicyLearner's (policy.py); the clip is in ops/policy_losses/clipped.py.
+Source: DeepSeekMath, arXiv:2402.03300; agrees with Tunix's GRPOLearner but for the two points in policy.py.
 """
 
 from __future__ import annotations

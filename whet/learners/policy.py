@@ -1,10 +1,10 @@
-"""PolicyLearner: trains the actor on advantages. GRPO and PPO are subclasses, which add where advantages come from.
+"""PolicyLearner: trains the actor on advantages from a configured estimator. PPOLearner adds a critic.
 
     l_t = surrogate_t · Π factors_t + β KL_t − c H_t     policy_loss_fn, sampler_is and loss_masks, kl_loss_mode
     L   = Σ_t w_t l_t                                    loss_agg_mode, as weights w made once per mini-batch
 
 Old log-probabilities are those of the start of the step, also where trainer and engine share weights. Sequences without
-signal are not run.
+signal are not run. Tunix's GRPOLearner differs in both.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def find_no_signal(row: Mapping[str, float]) -> Finding | None:
 def find_sampler_mismatch(
     row: Mapping[str, float], *, engine: str = "embedded", dtype: str = "bfloat16"
 ) -> Finding | None:
-    """Sampler and trainer compute different log-probabilities for the same tokens, with the same weights.
+    """Finds that sampler and trainer compute different log-probabilities for the same tokens, with the same weights.
 
     Args: row: metrics. engine: the engine's name. dtype: the trainer's.
 

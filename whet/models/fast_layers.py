@@ -2,11 +2,12 @@
 
 Inside `FastLayers(module).enabled()` the layers have other forward functions, for forward and backward passes. The
 module and its parameters do not change. Each replacement is compared with the layer's own forward first. On a GPU in
-half precision a norm is torch's, one kernel in place of six, as in the engine's decode steps: it rounds once where the
-module rounds twice. The others are for a CPU. In fp32, products run in oneDNN where torch's default library is slow. In
+half precision a norm is torch's, one kernel in place of six, and a layer with LoRA is eight products, forward and
+backward, in place of twelve kernels: as in the engine's decode steps they round once where the module rounds twice or
+thrice. The others are for a CPU. In fp32, products run in oneDNN where torch's default library is slow. In
 fp32 and bf16, a gated MLP saves its two halves for the backward pass instead of their product as well, and a norm saves
 only its input.
-Dim legend: n rows, I in, O out, M width of the MLP.
+Dim legend: n rows, I in, O out, r rank, M width of the MLP.
 Left out on purpose: choosing a library by timing, because then a run would depend on the clock; rotary embeddings,
 which are not a module; and general products (matmul.py).
 """
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from whet.models import matmul
-from whet.models.lora_layers import is_adapter_layer
+from whet.models.lora_layers import is_adapter_layer, plain_linear, sole_adapter
 from whet.models.matmul import linear, onednn_unsupported_reason, row_chunks, weight_grad
 from whet.native.build import Unavailable, log_fallback
 from whet.native.layers import LayerKernels, layer_kernels
@@ -56,7 +57,7 @@ class FastLayers:
         self._layers: list[tuple[nn.Module, Callable[[Any, Tensor], Tensor]]] = []
         first = next(module.parameters())
         if first.device.type == "cuda" and first.dtype.itemsize == 2:
-            self._layers += _norms_in_one(module)
+            self._layers += _in_fewer_kernels(module)
         if first.device.type != "cpu" or first.dtype not in (torch.float32, torch.float64, torch.bfloat16):
             return
         for layer in module.modules():
@@ -114,6 +115,35 @@ class _Linear(torch.autograd.Function):
             weight_grad(rows, _rows(x)) if needs_weight else None,
             rows.sum(0) if needs_bias else None,
         )
+
+
+class _Adapted(torch.autograd.Function):
+    """y = x Wᵀ + b + s x Aᵀ Bᵀ, with a frozen W and b."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        rows = _rows(x)
+        inner = F.linear(rows, a)
+        ctx.scale = scale
+        ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, weight, a, b, inner)
+        y = F.linear(rows, weight, bias).addmm_(inner, b.t(), alpha=scale)
+        return y.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, a, b, inner = ctx.saved_tensors
+        rows, d_x, d_a, d_b = _rows(grad), None, None, None
+        scaled = lambda p, q: torch.addmm(rows.new_empty(()), p, q, beta=0, alpha=ctx.scale)  # beta=0: it is not read
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
+            d_inner = scaled(rows, b)
+            if ctx.needs_input_grad[0]:
+                d_x = (rows @ weight).addmm_(d_inner, a).view(*grad.shape[:-1], weight.shape[1])
+            if ctx.needs_input_grad[3]:
+                d_a = d_inner.t() @ _rows(x)
+        if ctx.needs_input_grad[4]:
+            d_b = scaled(rows.t(), inner)
+        return d_x, None, None, d_a, d_b, None
 
 
 class _Gated(torch.autograd.Function):
@@ -257,10 +287,15 @@ def _norm_grads(
 # ---- which layers ----------------------------------------------------------------------------------------------------
 
 
-def _norms_in_one(module: nn.Module) -> list[tuple[nn.Module, Callable[[Any, Tensor], Tensor]]]:
-    """Returns the norms that torch's kernel computes, with its call."""
-    norms = [x for x in module.modules() if _is_norm(x) and _matches_module(x, _run_norm_in_one)]
-    return [(layer, _run_norm_in_one) for layer in norms]
+def _in_fewer_kernels(module: nn.Module) -> list[tuple[nn.Module, Callable[[Any, Tensor], Tensor]]]:
+    """Returns the norms that torch's kernel computes, and the layers with LoRA, each with its function."""
+    layers: list[tuple[nn.Module, Callable[[Any, Tensor], Tensor]]] = []
+    for layer in module.modules():
+        if _is_norm(layer) and _matches_module(layer, _run_norm_in_one):
+            layers.append((layer, _run_norm_in_one))
+        elif is_adapter_layer(layer) and plain_linear(layer) is not None and _matches_adapter(layer):
+            layers.append((layer, _run_adapted))
+    return layers
 
 
 def _is_unmodified(layer: nn.Module) -> bool:
@@ -297,6 +332,20 @@ def _matches_module(layer: nn.Module, run: Callable[[Any, Tensor], Tensor]) -> b
         return all(_is_close(run(layer, y), layer(y)) for y in (x, x * (LARGE_GATE / size)))
 
 
+def _matches_adapter(layer: Any) -> bool:
+    """Returns whether `_run_adapted` computes the same as a layer with LoRA, with other numbers than the zeros of B."""
+    trial, weight = copy.copy(layer), plain_linear(layer).weight  # pyright: ignore[reportOptionalMemberAccess]
+    trial._modules = {**layer._modules, "lora_B": copy.deepcopy(layer.lora_B)}
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator).to(weight)
+    with torch.no_grad():
+        for second in trial.lora_B.values():
+            second.weight.copy_(draw(*second.weight.shape))
+        x = draw(16, weight.shape[1])
+        actual, expected = _run_adapted(trial, x), type(layer).forward(trial, x)
+    return bool((actual - expected).abs().max() <= 4 * torch.finfo(x.dtype).eps * expected.abs().max())
+
+
 def _is_close(actual: Tensor, expected: Tensor, *, once: bool = False) -> bool:
     """Returns whether two results agree; False if all numbers are 0, which would show nothing.
 
@@ -316,6 +365,14 @@ def _run_linear(layer: Any, x: Tensor) -> Tensor:
     if x.dtype != torch.float32 or x.numel() * layer.out_features < matmul.MIN_MULTIPLICATIONS:
         return F.linear(x, layer.weight, layer.bias)
     return _Linear.apply(x, layer.weight, layer.bias)  # pyright: ignore[reportReturnType]
+
+
+def _run_adapted(layer: Any, x: Tensor) -> Tensor:
+    base, adapter = layer.get_base_layer(), sole_adapter(layer)
+    frozen = not any(p.requires_grad for p in base.parameters())
+    if adapter is None or not frozen or not x.dtype == base.weight.dtype == adapter[0].dtype == adapter[1].dtype:
+        return type(layer).forward(layer, x)
+    return _Adapted.apply(x, base.weight, base.bias, *adapter)  # pyright: ignore[reportReturnType]
 
 
 def _is_gated(layer: nn.Module) -> bool:

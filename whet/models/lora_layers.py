@@ -39,6 +39,7 @@ __all__ = [
     "merged_weight",
     "merged_weights",
     "plain_linear",
+    "sole_adapter",
 ]
 
 BASE_LAYER = re.compile(r"\.base_layer(?=\.|$)")
@@ -256,7 +257,24 @@ def lora_factors(layer: nn.Module) -> tuple[Tensor, Tensor, float] | None:
     a = [lora.lora_A[name].weight for name in names]
     b = [lora.lora_B[name].weight for name in names]
     b[1:] = [x * (lora.scaling[name] / scale) for name, x in zip(names[1:], b[1:])]
-    return torch.cat(a), torch.cat(b, 1), scale
+    return (a[0], b[0], scale) if len(names) == 1 else (torch.cat(a), torch.cat(b, 1), scale)
+
+
+def sole_adapter(layer: Any) -> tuple[nn.Parameter, nn.Parameter, float] | None:
+    """Returns the parameters A [r I] and B [O r] and the factor s of a layer's one active adapter.
+
+    Args: layer: with adapters, for which `plain_linear` is not None.
+    Returns: None = none is active or there are several, its dropout is on, or hooks want its parts to be called.
+    """
+    if len(names := _active_names(layer)) != 1:
+        return None
+    name, dropout = names[0], layer.lora_dropout[names[0]]
+    if isinstance(dropout, SeededDropout) and dropout.keys is not None:
+        return None
+    parts = layer.get_base_layer(), layer.lora_A[name], layer.lora_B[name]
+    if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in parts):
+        return None
+    return parts[1].weight, parts[2].weight, layer.scaling[name]
 
 
 # ---- the merged weights, for engines with weights of their own and for other programs --------------------------------

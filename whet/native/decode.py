@@ -182,7 +182,7 @@ def unsupported_sizes(kernels: DecodeKernels, head: int, widths: set[int]) -> Un
 
 
 def _comparisons(kernels: DecodeKernels) -> Iterator[KernelComparison]:
-    """Results of the kernels, and torch's."""
+    """Yields the results of the kernels and of torch."""
     generator = torch.Generator().manual_seed(0)
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         h, more = (torch.randn(3, 64, generator=generator).to(dtype) for _ in range(2))

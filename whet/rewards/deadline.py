@@ -162,7 +162,7 @@ class _Timer:
         self._handler = signal.signal(INTERRUPT_SIGNAL, self._interrupt)
         self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
-        self._thread = threading.Thread(target=self._run, name=f"the clock of {what}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"deadline of {what}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ class Episode:
         run: the generator function; its argument is the episode.
 
     >>> from whet.rollout.mock import MockEngine
-    >>> def twice(episode):  # the model speaks, the world answers with two tokens, the model speaks again
+    >>> def twice(episode):  # the model speaks, the environment answers with two tokens, the model speaks again
     ...     first = yield episode.request(episode.prompt.tokens, Sampling(max_tokens=3))
     ...     answer = np.array([7, 7], np.int32)
     ...     context = np.concatenate([episode.prompt.tokens, first.tokens, answer])

@@ -46,6 +46,8 @@ class InFlightRequest:
     """In the embedded engine: the index of its SamplingPlan."""
     place: int = 0
     """In an engine with a KVPool: the first place of the tokens drawn since it was admitted."""
+    room: int = 0
+    """In an engine with a KVPool: the number of these places."""
 
     @property
     def remaining(self) -> int:

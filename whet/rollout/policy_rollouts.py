@@ -67,7 +67,7 @@ class PolicyRollouts:
         self.engine_released = False
         """Whether the engine is asleep, and has to be woken before it samples."""
         self.should_stop: Callable[[], bool] | None = None
-        """As that of RolloutDriver."""
+        """See RolloutDriver."""
 
     @property
     def driver(self) -> RolloutDriver:

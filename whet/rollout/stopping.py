@@ -25,7 +25,8 @@ __all__ = ["find_end", "find_stop_string"]
 
 SLACK = 8
 """Characters at the start of a decoded tail, and where new tokens join it, that may differ from the whole text's: a
-space that is stripped, a character that began earlier, an apostrophe that pulls a space out."""
+space that is stripped, a character that began earlier, a space that a tokenizer's clean-up
+removes before an apostrophe."""
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -1,1 +1,1 @@
-"""The run of a training: the order of its data, resuming, logs, evaluation, checkpoints, and who watches it."""
+"""The run of a training: the order of its data, resuming, logs, evaluation, checkpoints, and its observers."""

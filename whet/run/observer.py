@@ -64,28 +64,28 @@ class Observer:
                 )
 
     def on_run_begin(self, run: Run) -> None:
-        """The run is open and, if asked, resumed: `run.step` steps are done. An error here ends it at once."""
+        """Called when the run is open and, if asked, resumed: `run.step` steps are done. An error ends it at once."""
 
     def on_step_begin(self, run: Run, index: int) -> None:
-        """Before a step; steps count from 1."""
+        """Called before a step; steps count from 1."""
 
     def on_update_end(self, run: Run, trainer: RoleTrainer, metrics: Metrics) -> None:
-        """After each optimizer step of a role."""
+        """Called after each optimizer step of a role."""
 
     def on_step_end(self, run: Run, step: Any) -> None:
-        """After a step. Args: step: a learners.step.Step or ExampleStep. run.rows[-1] has its metrics."""
+        """Called after a step. Args: step: a learners.step.Step or ExampleStep. run.rows[-1] has its metrics."""
 
     def on_log(self, run: Run, row: Mapping[str, Any]) -> None:
-        """A row of metrics was written, of a step or of an evaluation: row["mode"] is "train" or "eval"."""
+        """Called after a row of metrics was written: row["mode"] is "train" for a step, "eval" for an evaluation."""
 
     def on_evaluate(self, run: Run, row: Mapping[str, Any]) -> None:
-        """After an evaluation. Args: row: its logged metrics."""
+        """Called after an evaluation. Args: row: its logged metrics."""
 
     def on_save(self, run: Run, folder: Path) -> None:
-        """A checkpoint was written."""
+        """Called after a checkpoint was written."""
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """The run is over and all is written. Args: error: the error that ended it; None = there was none."""
+        """Called when the run is over and all is written. Args: error: what ended it; None = there was none."""
 
     def state(self) -> dict[str, Any]:
         """Returns the observer's state, for checkpoints: plain containers and tensors."""

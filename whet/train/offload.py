@@ -111,7 +111,7 @@ class Offload:
             torch.cuda.current_stream(self.device).synchronize()  # code on the host does not wait for a stream
 
     def _reserve_pinned(self, tensors: list[Tensor]) -> PinnedBuffers | None:
-        """Pinned places for tensors that leave a GPU; None = they go to other memory."""
+        """Returns pinned host buffers for tensors that leave a GPU; None = they go to pageable memory."""
         if self._pinned is None or not tensors:
             return None
         warn_experimental("offload_to_cpu through pinned memory")

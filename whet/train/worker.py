@@ -1,8 +1,9 @@
 """ModelWorker: one model with its optimizer, and the methods that learners call.
 
 These methods hide micro-batches, packing, shared prefixes, mixed precision and sharding; a loss sees whole sequences in
-fp32 or better. Rule 1 of the design is kept here: for each micro-batch `_run` sums the losses with
-`total = aggregate(losses, weights)`, which is (weights * losses).sum(), and runs `total.backward()`. Nothing divides.
+fp32 or better. Rule 1 of docs/design.md (weights once, then only sums) holds here: for each micro-batch `_run` sums the
+losses with `total = aggregate(losses, weights)`, which is (weights * losses).sum(), and runs `total.backward()`.
+Nothing divides.
 
 Dim legend: N sequences, S tokens of a batch, s tokens of a micro-batch.
 """
@@ -93,7 +94,7 @@ class ModelWorker:
     Args:
         loaded: the model, from models.load_model.
         optim: its optimizer; None = a model that is not trained (a reference).
-        dtype: that the model computes in; None = its own.
+        dtype: the dtype that the model computes in; None = its own.
         processors: make the sampler's distribution, whose logprobs are computed.
         allowed: the tokens that a constraint allows; required if the processors are constrained.
         max_tokens: the token budget of a micro-batch.
@@ -506,7 +507,7 @@ class ModelWorker:
 
         The processes run their passes in rounds, and in each round all wait for the longest pass. So this is the sum of
         the most work of each round, over the mean work of a process; 1 = balanced, nan = there were no passes.
-        Work is the FLOPs of `pop_flops`; a pass that only keeps the others company has none.
+        Work is the FLOPs of `pop_flops`; a pass that a process runs only because the others wait for it counts none.
         """
         slowest, mean, self._slowest_work, self._mean_work = self._slowest_work, self._mean_work, 0.0, 0.0
         return slowest / mean if mean else float("nan")

@@ -1,1 +1,1 @@
-"""What every part may use: names resolved, memory and devices, output that never fails, model folders."""
+"""Helpers of every part: resolving names, memory and devices, output streams that never raise, converted models."""

@@ -179,7 +179,7 @@ def test_a_full_disk_is_one_line_of_eval_and_push(monkeypatch, tmp_path, capsys)
     from whet.cli import evaluate, push
 
     done = SimpleNamespace(results={}, by_source={}, folder="evals/a", private=True, url="u", repo="r")
-    monkeypatch.setattr(evaluate, "Evaluator", lambda config: SimpleNamespace(run=lambda what: done))
+    monkeypatch.setattr(evaluate, "Evaluator", lambda config: SimpleNamespace(run=lambda what, **_: done))
     monkeypatch.setattr(push, "push_to_hub", lambda *_, **__: done)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     sampled = ["model=a", f"data={tmp_path}/rows.jsonl", "reward=exact_match", f"out={tmp_path}/e"]

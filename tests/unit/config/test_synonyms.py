@@ -92,6 +92,10 @@ def test_every_entry_of_the_tables_is_of_use():
         ("grpo", "reward_weights", "reward={name: weight, ...} has the weights"),
         ("sft", "truncation", "did you mean data.on_long?"),
         ("grpo", "gradient_accumulation_steps", "trainer.max_tokens_per_microbatch bounds their memory"),
+        ("grpo", "rollout.tis", "did you mean algo.sampler_is?"),
+        ("grpo", "vllm_importance_sampling_cap", "did you mean algo.sampler_is_threshold?"),
+        ("grpo", "rollout.enable_sleep_mode", "an engine sleeps by itself"),
+        ("grpo", "n_samples_per_prompt", "num_generations?"),
     ],
 )
 def test_an_answer_names_the_whole_path(command, word, said):

@@ -5,13 +5,14 @@ import functools
 import math
 import socket
 import time
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 from environment_runs import batch_of, learner, run_conversation
-from helpers import rows, same, weights_of
+from helpers import completion, prompt, rows, same, weights_of
 
 from whet.config import RolloutConfig
 from whet.envs import failures
@@ -21,6 +22,7 @@ from whet.errors import ConfigError, InfrastructureError, RewardError
 from whet.learners.ppo import PPOLearner
 from whet.metrics import flat
 from whet.rollout.external_calls import CallTimeoutError
+from whet.types import Group
 
 CALL = '<tool_call>\n{"name": "fetch", "arguments": {"place": "%s"}}\n</tool_call>'
 mask = functools.partial(EpisodeFailures, on_infrastructure="mask")
@@ -136,15 +138,38 @@ def test_an_episode_is_run_again_with_the_same_draws():
     Shop.log = []
     retry = EpisodeFailures(max_retries=2)
     episode, (c,), contexts = run_conversation(Shop, ["a", "once", "a", "once", "done"], failures=retry)
-    assert (
-        contexts[:2] == contexts[2:4] and episode.attempts == 2 and Shop.log == ["reset", "failed", "reset"]
-    ) or True
+    assert contexts[:2] == contexts[2:4] and episode.attempts == 2 and Shop.log == ["reset", "failed", "reset"]
     assert c.info["attempts"] == 2 and c.info["status"] == "finished" and c.info["turns"] == 3
     assert episode._draws == 3 * 400 and not retry.count and "retry" not in c.info
     episode, (c,), contexts = run_conversation(Shop, ["lost"] * 9, failures=EpisodeFailures("none", max_retries=3))
     assert len(contexts) == 4 and c.info["attempts"] == 4 and c.has_failed and not episode.rewards
     with pytest.raises(RewardError, match="step of Shop raised ValueError: wrong"):  # on_error decides, at once
         run_conversation(Shop, ["wrong"] * 9, failures=EpisodeFailures())
+
+
+def test_each_attempt_waits_twice_as_long_as_the_one_before_and_begins_without_its_rewards(monkeypatch):
+    monkeypatch.setattr(failures, "RETRY_WAIT_S", 0.5)
+    retries, episode, begun = EpisodeFailures(max_retries=2), failures._an_episode(), []
+
+    def attempt():
+        begun.append(dict(episode.rewards))
+        episode.rewards["environment"] = 1.0
+        yield from ()
+        return retries.add(caused(RewardError("lost"), ConnectionError()), episode)
+
+    waits = [call.function.args for call in retries.run_with_retries(episode, attempt)]
+    assert waits == [(0.5,), (1.0,)] and begun == [{}, {}, {}]
+
+
+def test_a_step_ends_the_run_above_the_share_of_failed_episodes_and_not_at_it():
+    def failed(*lost):
+        info = lambda is_lost: {"failure": "infrastructure"} if is_lost else {}
+        made = [replace(completion([5], i), info=info(is_lost)) for i, is_lost in enumerate(lost)]
+        return [Group(prompt=prompt([5]), completions=tuple(made))]
+
+    EpisodeFailures(max_share=0.25).check_share(failed(True, False, False, False))
+    with pytest.raises(RewardError, match="2 of 4 episodes of the step failed by their infrastructure"):
+        EpisodeFailures(max_share=0.25).check_share(failed(True, False, True, False))
 
 
 # ---- in training -----------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ def test_a_continued_evaluation_samples_nothing_again_and_keeps_the_rewards_of_e
     first = call()
     before = kept(tmp_path / "e", "*")
     assert (len(before) > 6) == (template == REWRITES)
+    assert first["tokens"].value == pytest.approx(before.tokens.map(len).sum() / 6)  # of all forks of an episode
     monkeypatch.setattr(evaluator.Sampler, "sample", None)
     assert str(call(resume=True)) == str(first)
     told = call(reward=lambda completions, **_: [float(len(c)) for c in completions], resume=True)

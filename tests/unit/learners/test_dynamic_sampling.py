@@ -51,9 +51,12 @@ def counts(row):
 
 def test_a_step_is_filled_from_further_batches_in_their_order(monkeypatch):
     made = learner(cluster(engine="mock", max_steps=2))
-    seen = kept(made, monkeypatch)
+    seen, versions, sample, batch = kept(made, monkeypatch), [], made.sample, made.batch
+    monkeypatch.setattr(made, "sample", lambda step: sample(step).replace(versions=(step.index, 9 + step.first)))
+    monkeypatch.setattr(made, "batch", lambda step: batch(versions.append(step.versions) or step))
     run = made.train(rows(10))
     assert seen == [[1, 3], [5, 7]]  # each from two batches of two prompts
+    assert versions == [(1, 9, 11), (2, 9, 11)]  # of all that was sampled for it
     found = counts(run.rows[0])
     assert found.pop("tokens_left_out") > 0
     assert found == {
@@ -103,8 +106,10 @@ def test_a_step_that_can_not_be_filled_trains_on_what_there_is(count, most, want
         assert why in found[0]
 
 
-def test_where_no_group_teaches_anything_the_step_keeps_its_first_and_changes_nothing(monkeypatch):
-    made = learner(reward=lambda completions, **_: [1.0] * len(completions), max_num_gen_batches=2)
+@pytest.mark.parametrize("most", [1, 9])  # of the second: equal once they are clipped, as the advantages have it
+def test_where_no_group_teaches_anything_the_step_keeps_its_first_and_changes_nothing(most, monkeypatch):
+    reward = lambda completions, **_: [float(1 + i % most) for i in range(len(completions))]
+    made = learner(reward=reward, max_num_gen_batches=2, reward_clip_range=(0.0, 1.0))
     seen, before = kept(made, monkeypatch), weights_of(made.cluster.actor.module)
     run = made.train(rows(8))
     assert seen == [[0, 1]] and counts(run.rows[0])["groups_left_out"] == 2

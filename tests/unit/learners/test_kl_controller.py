@@ -130,6 +130,13 @@ def test_an_entropy_bonus_is_under_the_token_weights_of_the_loss():
         assert row["loss"] == pytest.approx(parts, abs=1e-5)
 
 
+def test_an_entropy_bonus_teaches_where_no_completion_has_an_advantage():
+    config, data = GRPOConfig(num_generations=2, beta=0.0, entropy_coef=0.3), DataConfig(batch_size=2)
+    equal = lambda completions, **_: [1.0] * len(completions)
+    row = GRPOLearner(cluster(max_steps=1), config, equal, data=data).train(rows(2)).rows[0]
+    assert row["loss"] == pytest.approx(-0.3 * row["entropy"], rel=1e-5) and row["entropy"] > 0
+
+
 MOVING_REFERENCE = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
 MOVING_NUMBERS = {
     "kl_type": "reward",

@@ -170,9 +170,9 @@ def test_labelled_rows_and_pairs_are_the_same_rows_to_a_loss_of_labels():
     ("name", "algo"),
     [
         ("sigmoid", {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}),
-        ("bco", {}),
+        pytest.param("bco", {}, marks=pytest.mark.full),
         ("kto", {}),
-        ("sigmoid", {"precompute_ref_log_probs": True}),
+        pytest.param("sigmoid", {"precompute_ref_log_probs": True}, marks=pytest.mark.full),
     ],
 )
 def test_a_resumed_run_equals_the_uninterrupted_to_the_bit(name, algo, folder, tmp_path):

@@ -6,11 +6,13 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from whet.models import fast_layers, matmul
 from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.fast_layers import FastLayers
+from whet.models.lora_layers import Adapter, SeededDropout
 from whet.models.matmul import linear, onednn_unsupported_reason
 from whet.native.build import Unavailable
 
@@ -106,13 +108,68 @@ def test_the_module_is_as_it_was_afterwards_also_after_an_error():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_norm_of_a_gpu_is_torchs_where_it_only_rounds_less_often(dtype):
     model, wide, fast = qwen(dtype), qwen(torch.float64), FastLayers(qwen())
-    fast._layers = fast_layers._norms_in_one(model)  # as on a GPU
-    assert len(fast) == 9 and not fast_layers._norms_in_one(Gemma2ForCausalLM(Gemma2Config(**SIZES)).to(dtype))
+    fast._layers = fast_layers._in_fewer_kernels(model)  # as on a GPU
+    assert len(fast) == 9 and not fast_layers._in_fewer_kernels(Gemma2ForCausalLM(Gemma2Config(**SIZES)).to(dtype))
     assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in wide.named_parameters()}
     wide.load_state_dict({n: p.double() for n, p in model.state_dict().items()})
     exact, found, own = run(wide), run(model, fast), run(model)
     off = lambda numbers: sum((numbers[n].double() - exact[n]).square().sum() for n in exact).sqrt()
     assert off(found) < 1.1 * off(own)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what a GPU would run as a kernel."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("mm", "addmm", "addmm_", "mul", "add", "add_")
+        return func(*args, **(kwargs or {}))
+
+
+def adapted(dtype, targets=("q_proj", "up_proj", "down_proj")):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=list(targets), init_lora_weights=False)
+    model = qwen().requires_grad_(False)
+    torch.manual_seed(1)
+    return peft.inject_adapter_in_model(config, model).to(dtype)
+
+
+def test_a_layer_with_lora_is_eight_products_on_a_gpu_which_round_less_often():
+    model, wide = adapted(torch.bfloat16), adapted(torch.float64)
+    wide.load_state_dict({n: p.double() for n, p in model.state_dict().items()})
+    fast = FastLayers(qwen())
+    for m, limit in ((wide, 1e-12), (model, None)):
+        fast._layers = [pair for pair in fast_layers._in_fewer_kernels(m) if pair[1] is fast_layers._run_adapted]
+        assert len(fast) == 6
+        found, own = run(m, fast), run(m)
+        assert len(own) == 13
+        if limit:
+            exact = own
+            same(found, own, limit)
+    off = lambda numbers: sum((numbers[n].double() - exact[n]).square().sum() for n in exact).sqrt()
+    assert off(found) < 1.1 * off(own)
+    layer, x = model.model.layers[0].mlp.up_proj, torch.randn(9, 32, dtype=torch.bfloat16, requires_grad=True)
+    for runs, count in ((fast_layers._run_adapted, 8), (type(layer).forward, 12)):
+        with Operations() as operations:
+            torch.autograd.grad(runs(layer, x).sum(), (x, *(p for p in layer.parameters() if p.requires_grad)))
+            assert operations.count == count
+
+
+def test_a_layer_with_lora_runs_as_its_own_where_the_formula_is_another():
+    model, x = adapted(torch.bfloat16), torch.randn(2, 9, 32, dtype=torch.bfloat16)
+    layer, called = model.model.layers[0].mlp.up_proj, []
+    own = type(layer).forward
+    plain = own(layer, x)
+    layer.lora_A["default"].register_forward_hook(lambda *_: called.append(1))
+    assert torch.equal(fast_layers._run_adapted(layer, x), plain) and called
+    layer = model.model.layers[1].mlp.up_proj
+    with Adapter.from_module(model).disabled():
+        assert torch.equal(fast_layers._run_adapted(layer, x), own(layer, x))
+    layer.lora_dropout["default"] = SeededDropout(0.5, 0)
+    assert not torch.equal(fast_layers._run_adapted(layer, x), own(layer, x))
+    layer.lora_dropout["default"].keys = torch.arange(18)
+    assert torch.equal(fast_layers._run_adapted(layer, x), own(layer, x))
 
 
 def test_layers_of_another_formula_keep_their_own_forward():

@@ -104,6 +104,16 @@ def test_the_forks_of_an_episode_are_one_trajectory_judged_by_the_last():
     assert out.total.tolist() == [1.0, 2.0] and out.trajectory_of.tolist() == batch.trajectory_of.tolist() == [0, 1, 0]
 
 
+def test_no_function_sees_a_failed_episode_whatever_forks_come_before_it():
+    failed = dataclasses.replace(completion(1), messages=(), finish_reason="error")
+    forks = (completion(0), completion(0, prefix=np.array([5, 6, 65], dtype=np.int32)), failed)
+    one = Group(prompt=Prompt(tokens=np.array([5, 6]), source="p"), completions=forks)
+    out = RewardManager(lambda completions: [float(text == "last") for text in completions])(
+        [one], [["first", "last", "failed"]]
+    )
+    assert out.total.tolist() == pytest.approx([1.0, NAN], nan_ok=True)
+
+
 def test_the_id_of_a_trajectory_is_its_row_and_generation_wherever_its_forks_stand():
     forks = (completion(1), completion(0), completion(0, prefix=np.array([5, 6, 65], dtype=np.int32)))
     one = Group(prompt=Prompt(tokens=np.array([5, 6]), source="p", row=7), completions=forks)

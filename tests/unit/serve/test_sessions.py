@@ -103,6 +103,15 @@ def test_two_answers_to_one_turn_share_their_context_and_no_sampled_token():
     assert prefix.endswith("b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n")
 
 
+def test_of_two_equal_turns_the_one_that_nothing_follows_goes_on():
+    session = Session(Template(QWEN))
+    for _ in range(2):
+        turn(session, [user("a")], "b")
+    for text in "de":
+        turn(session, [user("a"), said("b"), user("c")], text)
+    assert sampled(session) == [["b<|im_end|>", "d<|im_end|>"], ["b<|im_end|>", "e<|im_end|>"]]
+
+
 def test_other_tools_fork():
     session = Session(Template(TOOLS))
     turn(session, [user("a")], "b", tools=[{"name": "x"}])
@@ -118,6 +127,11 @@ def test_a_call_that_the_template_writes_otherwise_keeps_its_sampled_ids():
     replayed = {**call, "id": "call_1"}
     prompt = turn(session, [user("a"), said("", replayed), {"role": "tool", "name": "f", "content": "2"}], "2")
     assert f"{written}<|im_end|>\n<|im_start|>user\n<tool_response>\n2" in prompt and session.forks == 0
+    edited = {**call, "function": {"name": "f", "arguments": {"x": 2}}}
+    session = Session(Template(TOOLS))
+    turn(session, [user("a")], written, said("", call))
+    turn(session, [user("a"), said("", edited), {"role": "tool", "name": "f", "content": "2"}], "2")
+    assert session.forks == 1  # the agent has edited the call
 
 
 def test_a_template_that_drops_earlier_thinking_forks():

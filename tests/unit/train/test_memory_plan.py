@@ -3,11 +3,13 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3Config
 
 from whet.cli import commands, main, supervised
+from whet.cli.plan import _at_once, plan_text
 from whet.cli.supervised import separate_reference
 from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, RoleConfig, SFTRunConfig, load_run, load_supervised
 from whet.config.lora import LoraConfig
@@ -17,7 +19,11 @@ from whet.models.attention import Layout, SegmentLayout
 from whet.models.lora import add_adapter
 from whet.models.varlen import VarlenRow
 from whet.parallel.ranks import Ranks
-from whet.rollout.engine.prefix_cache import MAX_BYTES
+from whet.rollout.base import Request, Sampling
+from whet.rollout.engine import scheduler
+from whet.rollout.engine.places import Places
+from whet.rollout.engine.prefix_cache import MAX_BYTES, PrefixCache
+from whet.rollout.in_flight import InFlightRequest
 from whet.train.memory_plan import (
     CONVERSATION_BYTES,
     GB,
@@ -66,7 +72,7 @@ def qwen3(folder, name):
     )
 
 
-@pytest.mark.parametrize("name", QWEN3)
+@pytest.mark.parametrize("name", ["0.6B", *(pytest.param(n, marks=pytest.mark.full) for n in QWEN3 if n != "0.6B")])
 def test_activations_are_those_of_a_fake_gpu(tmp_path, name):
     sizes = measure_model(RoleConfig(model=qwen3(tmp_path, name)), trained=True)
     assert sizes.activations(16_363, "none") / GB == pytest.approx(QWEN3[name][-1], rel=0.005)
@@ -170,6 +176,27 @@ def test_a_cache_is_what_the_plan_says(tmp_path):
     assert part.name == "KV cache, 2,000 tokens" and part.rollout == 2000 * 3 * 2 * 2 * 8 * 2 and part.update == 0
 
 
+@pytest.mark.parametrize("tokens", [2000, 2057, 6000])
+def test_so_many_completions_run_at_once_as_the_plan_says(tmp_path, monkeypatch, tokens):
+    lengths = ["rollout.max_prompt_length=50", "rollout.max_tokens_to_generate=100", "rollout.max_batch_size=40"]
+    config = load_run([f"model={save_config(tmp_path)}", f"rollout.kv_cache_tokens={tokens}", *lengths])
+    plan = plan_memory(config, measure_model(config.actor, trained=True))
+    sampling, admitted, count = Sampling(max_tokens=100), [], config.algo.num_generations
+    for parts in (scheduler.PARTS, 1):
+        monkeypatch.setattr(scheduler, "PARTS", parts)
+        waiting = scheduler.Scheduler(max_batch=40, kv_cache_tokens=tokens)
+        waiting.pool = Places(tokens)
+        keys = [{"id": i, "group": i // count, "rng_key": (0, 0, i // count, i)} for i in range(99)]
+        work = [Request(tokens=np.full(50, k["group"], np.int32), sampling=sampling, **k) for k in keys]
+        waiting.add([InFlightRequest(request=r) for r in work])
+        held = {"prefixes": {}, "conversations": PrefixCache(None), "min_free": 1}
+        admitted.append(len(waiting.admit(num_live=0, longest=0, **held)))
+    monkeypatch.undo()
+    assert _at_once(config, plan) == admitted and (admitted[0] > admitted[1] or tokens == 6000)
+    text = f"  at most {admitted[0]} completions at once, {admitted[1]} if all have their full length\n"
+    assert text in plan_text(config, measure_model(config.actor, trained=True), plan, 24.0)
+
+
 def test_vllm_has_weights_of_its_own_and_a_cache_in_tokens(tmp_path):
     lengths = ["rollout.max_prompt_length=64", "rollout.max_tokens_to_generate=64", "rollout.max_batch_size=4"]
     words = [f"model={save_config(tmp_path)}", "rollout_engine=vllm", *lengths]
@@ -213,7 +240,7 @@ def test_settings_that_fit_are_found_and_named(tmp_path):
         pytest.param("1.7B", [], 80, True, marks=pytest.mark.full),
         pytest.param("4B", ["actor.lora.r=16"], 24, True, marks=pytest.mark.full),
         pytest.param("8B", ["actor.lora.r=16"], 80, True, marks=pytest.mark.full),
-        ("8B", [], 80, False),
+        pytest.param("8B", [], 80, False, marks=pytest.mark.full),
         pytest.param("8B", ["actor.lora.r=16", "actor.quantization=nf4"], 24, True, marks=pytest.mark.full),
         ("0.6B", ["PPO"], 24, True),
         pytest.param("4B", ["PPO"], 80, False, marks=pytest.mark.full),

@@ -200,6 +200,7 @@ def rates(config, steps, total=None):
 def test_the_rate_of_each_update_follows_the_schedule_and_its_warm_up():
     assert rates(OptimConfig(lr=1.0), 3) == [1.0, 1.0, 1.0]
     assert rates(OptimConfig(lr=1.0, warmup_steps=2), 4) == [0.0, 0.5, 1.0, 1.0]  # constant, but not at once
+    assert rates(OptimConfig(lr=1.0, warmup_ratio=0.5), 4, total=4) == [0.0, 0.5, 1.0, 1.0]
     assert rates(OptimConfig(lr=1.0, schedule="linear", warmup_steps=2), 6, total=6) == [0, 0.5, 1.0, 0.75, 0.5, 0.25]
     cosine = rates(OptimConfig(lr=1.0, schedule="cosine", total_steps=4), 4, total=100)  # its own total comes first
     assert cosine == pytest.approx([(1 + math.cos(math.pi * t / 4)) / 2 for t in range(4)])
@@ -209,9 +210,10 @@ def test_the_rate_of_each_update_follows_the_schedule_and_its_warm_up():
     assert lowest[-1] == pytest.approx(0.1)
 
 
-def test_a_schedule_that_needs_the_end_of_the_run_asks_for_it():
-    with pytest.raises(ConfigError, match=r"optim\.total_steps or trainer\.max_steps"):
-        rates(OptimConfig(schedule="linear"), 1)
+@pytest.mark.parametrize(("name", "value"), [("schedule", "linear"), ("warmup_ratio", 0.5)])
+def test_a_schedule_that_needs_the_end_of_the_run_asks_for_it(name, value):
+    with pytest.raises(ConfigError, match=rf"optim\.{name}=.*optim\.total_steps or trainer\.max_steps"):
+        rates(OptimConfig(lr=1.0, **{name: value}), 1)
 
 
 def test_an_unknown_schedule_is_refused_at_once_with_the_nearest():
@@ -238,6 +240,20 @@ def test_arguments_that_a_schedule_can_not_be_stepped_with_are_refused_at_once(s
 def test_a_schedule_that_has_no_end_needs_no_number_of_updates():
     later = rates(OptimConfig(lr=1.0, schedule="inverse_sqrt", schedule_kwargs={"timescale": 1}), 4)
     assert later == pytest.approx([1.0, 2**-0.5, 3**-0.5, 0.5])
+
+
+def test_another_run_on_the_same_weights_has_its_own_schedule_and_the_moments_of_equal_settings():
+    linear = {"lr": 1.0, "schedule": "linear"}
+    optim = Optim(Toy(), OptimConfig(**linear, total_steps=4))
+    for _ in range(3):
+        optim.step()
+    optim.restart(OptimConfig(**linear, total_steps=8))
+    assert optim.updates == 0 and len(optim.optimizer.state) == 2
+    assert [optim.step()[1] for _ in range(2)] == [1.0, 7 / 8] and optim.updates == 2
+    optim.restart(OptimConfig(**linear, total_steps=8, weight_decay=0.5))
+    assert not optim.optimizer.state and optim.step()[1] == 1.0
+    with pytest.raises(ConfigError, match="came from a factory, so whet can't restart its schedule"):
+        Optim(Toy(), torch.optim.SGD).restart(OptimConfig())
 
 
 # ---- optimizers ----------------------------------------------------------------------------------------------------

@@ -48,6 +48,15 @@ def test_callbacks_generate_are_judged_and_move_the_reference(tmp_path, capsys):
     assert "step 2" in capsys.readouterr().out
 
 
+def test_a_soft_judge_gives_the_probability_that_the_reference_is_better():
+    logged, judge = [], types.SimpleNamespace(judge=lambda prompts, pairs, shuffle, return_scores: [0.5, 0.25, 0.9])
+    made = types.SimpleNamespace(eval_dataset=ROWS, log=logged.append)
+    callback = whet.trl.WinRateCallback(judge, made, use_soft_judge=True)
+    callback.ref_completions = ["a"] * 3
+    callback._judge(types.SimpleNamespace(report_to=()), byte_tokenizer(), ["b"] * 3)
+    assert logged == [{"eval_avg_win_prob": pytest.approx(0.45), "eval_win_rate": pytest.approx(2 / 3)}]
+
+
 def test_a_reference_moves_as_trl_s(monkeypatch):
     theirs = pytest.importorskip("trl").SyncRefModelCallback
     found = []

@@ -47,7 +47,10 @@ def test_all_of_them_are_here():
     assert sorted(p.stem for p in FOLDER.glob("*.py") if p.stem != "local") == sorted(SCRIPTS)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+LONGER = ("callback", "several_rewards", "vllm_colocate")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n in LONGER else ()) for n in SCRIPTS])
 def test_a_script_does_the_same_with_either_import(name, run):
     pytest.importorskip("peft" if name == "lora" else "trl")
     ours, said, made = run(name, OURS)

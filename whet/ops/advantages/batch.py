@@ -172,7 +172,7 @@ def gdpo_advantages(x: AdvantageInputs, *, advantage_eps: float = 1e-6, advantag
     >>> x = AdvantageInputs(rewards=tensor([1., 10.]), group_of=tensor([0, 0]), trajectory=tensor([0, 1]),
     ...                     mask=tensor([True, True]), table={"a": tensor([1., 0.]), "b": tensor([0., 10.])},
     ...                     reward_weights={"a": 2.0, "b": 1.0})
-    >>> gdpo_advantages(x)  # R = ±(2 - 1) / √2: both functions have their say
+    >>> gdpo_advantages(x)  # R = ±(2 - 1) / √2: both functions count
     tensor([ 0.7071, -0.7071])
     """
     columns = [(x.reward_weights.get(name, 1.0), r) for name, r in x.table.items()] or [(1.0, x.rewards)]

@@ -2,8 +2,8 @@
 
 Every loss is fn(x: LossInputs, **kw) -> (loss [s], {metric: [s]}). Metrics are detached, per token, and the caller
 takes their mean over the mask. Masked-out tokens have loss 0 and metrics 0, whatever their values are. Old logprobs and
-advantages are constants. At r = 1 all have the gradient of −A·log π at the level of tokens but cispo-trl (and
-distillation, which has another A, and gkd, which has none); at sequence-sum n times that, n the tokens of the sequence.
+advantages are constants. At r = 1 and at the level of tokens a loss has the gradient of −A·log π, for n tokens in the
+sequence n times that at sequence-sum. cispo-trl is an exception; distillation has another A, and gkd has none.
 Corrections, masks, the KL and the entropy bonus are separate terms: see policy_objective.py.
 
 A published method is a surrogate, a level of its ratio and an aggregation:

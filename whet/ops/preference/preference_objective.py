@@ -306,7 +306,7 @@ def _trained_units(batch: TokenBatch) -> Tensor:
 
 
 def _loss_inputs(batch: TokenBatch, logprobs: Tensor) -> LossInputs:
-    """The argument of a loss for a whole batch."""
+    """Returns the loss inputs of a whole batch."""
     return LossInputs(
         sequence=batch.sequence,
         mask=batch.mask,

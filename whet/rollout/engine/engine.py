@@ -4,7 +4,7 @@ It reads the parameters as they are now, so nothing is sent after an optimizer s
 All work happens inside `step`, which repeats three parts: `_schedule` admits what fits, `_run_prefill` and
 `_run_decode` draw tokens, `_postprocess` records them and removes what has ended. A row that ends leaves at once, and
 the last row moves into its place.
-Left out on purpose: threads, and preemption by memory (memory is reserved when a request is admitted).
+Left out on purpose: threads.
 Dim legend: n live rows.
 """
 
@@ -230,7 +230,7 @@ class EmbeddedEngine:
                     if admitted := self._schedule():
                         self._postprocess(*self._run_prefill(admitted))
                     if self._rows and not self._finished:
-                        self._postprocess(self._run_decode())
+                        self._decode_block()
                     if timeout_s is not None and self._agree(time.monotonic() - start >= timeout_s):
                         break
         except BaseException:
@@ -294,7 +294,29 @@ class EmbeddedEngine:
     def _decode_between_chunks(self) -> None:
         """Live rows decode between two chunks of new prompts. With a bound on the cache all memory is reserved."""
         if self._rows and self._scheduler.kv_cache_tokens is None:
+            self._decode_block()
+
+    def _decode_block(self) -> None:
+        """Decodes a few steps, and records them. In a KVPool rows get the places for them first."""
+        if self._scheduler.pool is not None:
+            self._make_room()
+        if self._rows:
             self._postprocess(self._run_decode())
+
+    def _make_room(self) -> None:
+        """Gives rows of a KVPool places for the next steps; those with the fewest tokens are queued again for want."""
+        runner, scheduler, rows = self._runner, self._scheduler, self._rows
+        assert isinstance(runner, PoolRunner)
+        fits = False
+        while rows and not fits:
+            flights = [flight for flight, _ in rows]
+            moves, fits = scheduler.grow(flights, rows.num_drawn, STEPS_PER_READ, self._conversations)
+            runner.move_places(moves)
+            if not fits:
+                row = min(reversed(range(len(rows))), key=lambda row: len(flights[row].tokens) + rows.num_drawn[row])
+                scheduler.resume([self._record(row)])
+                scheduler.is_full = True
+                self._remove_rows({row})
 
     def _run_decode(self) -> StepOutput:
         """Decodes a few steps, no more than the row nearest to its limit may draw; one, where a row is constrained."""
@@ -340,6 +362,7 @@ class EmbeddedEngine:
             self._in_flight.discard(flight.request.id)
             self._finished.append(flight.output(ended[row]))
         if ended:
+            self._scheduler.is_full = False
             self._remove_rows(set(ended))
 
     def _record(self, row: int) -> InFlightRequest:

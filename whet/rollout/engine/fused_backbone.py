@@ -315,9 +315,8 @@ class FusedBackbone:
 
     def join_products(self) -> None:
         """Makes the weights of queries, keys and values views of one buffer, and those of gate and up."""
-        for b in self._blocks:
-            b.qkv.join()
-            b.gate_up.join()
+        for product in self.products():
+            product.join()
 
     def products(self) -> Iterator[PackedLinear]:
         """Yields all products."""

@@ -77,7 +77,7 @@ class _Flags(ctypes.Structure):
 
 
 class _Properties(ctypes.Structure):
-    """CUmemAllocationProp."""
+    """Mirrors CUDA's struct CUmemAllocationProp."""
 
     _fields_ = [
         ("type", ctypes.c_int),

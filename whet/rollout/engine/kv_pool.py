@@ -1,6 +1,6 @@
 """KVPool: keys and values of prompts and rows in one memory a layer, read by torch's varlen_attn wherever they lie.
 
-Each prompt and each row has a range of places (places.py), which never moves. varlen_attn takes the first place and the
+Each prompt and each row has a range of places (places.py). varlen_attn takes the first place and the
 number of keys of each sequence from tables on the device, so a decode step has the same shapes for any lengths: that is
 what a captured graph needs. In a decode step each row is two sequences of one query, its prompt and its drawn tokens,
 whose results are merged by their log-sum-exp. Rows of one prompt read the same places.
@@ -121,6 +121,11 @@ class KVPool:
         """Views [K length D] of the keys and values of a range, by layer."""
         parts = {i: x[start : start + length].transpose(0, 1) for i, x in self._layers.items()}
         return {i: (x[: len(x) // 2], x[len(x) // 2 :]) for i, x in parts.items()}
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copies places to others, in all layers; they may overlap. Args: source, target: Long [n], distinct each."""
+        for layer in self._layers.values():
+            layer.index_copy_(0, target, layer.index_select(0, source))
 
     def write(self, start: int, length: int, layers: dict[int, tuple[Tensor, Tensor]]) -> None:
         """Writes keys and values to a range. Args: layers: by layer, [K T D] with T >= length."""

@@ -54,6 +54,8 @@ class PackedLinear:
         """Whether adapters are merged into the weights."""
         self._joined_weight: tuple[Tensor, Tensor | None] | None = None
         """The buffer of which the layers' weights are views, and that of their biases."""
+        self._joined_first: Tensor | None = None
+        """[R, in]: the buffer of which the factors A of adapters are views; None = not all layers have one to join."""
         self._adapter_tensors: list[Tensor] = []
         """Adapters that are not merged: `table` points to these tensors."""
         self._merged: dict[int, Tensor] = {}
@@ -81,25 +83,30 @@ class PackedLinear:
         self.table = ProductTable(self._weight.data_ptr(), bias, inputs, outputs, rank, *adapters)
 
     def join(self) -> None:
-        """Makes the layers' weights views of one buffer, and their biases of another, where they are plain tensors.
+        """Makes the layers' weights views of one buffer, and their biases of another, where they are plain tensors; and
+        the factors A of adapters that are not merged.
 
         The parameters stay the same objects with the same numbers. A second call brings back what has left the buffer.
         """
-        plain = [type(layer.weight) is nn.Parameter and layer.weight.is_contiguous() for layer in self._linears]
+        adapted = any(a is not b for a, b in zip(self.layers, self._linears))
+        factors = [x[0] for x in map(lora_factors, self.layers) if x is not None] if adapted else []
+        tensors = [layer.weight for layer in self._linears] + factors
+        plain = all(map(_is_plain, tensors))
         biased = [layer.bias is not None for layer in self._linears]
-        if not all(plain) or any(biased) != all(biased) or any(a is not b for a, b in zip(self.layers, self._linears)):
-            return
-        if len({(layer.weight.dtype, layer.weight.device) for layer in self._linears}) > 1:
+        same = len({(x.dtype, x.device) for x in tensors}) == 1
+        if not plain or not same or any(biased) != all(biased) or (adapted and self._merges):
             return
         old = self._joined_weight or (None, None)
         weight = _as_views([layer.weight for layer in self._linears], old[0])
         bias = _as_views([layer.bias for layer in self._linears], old[1]) if all(biased) else None
         self._joined_weight = weight, bias
+        if len(factors) == len(self.layers):
+            self._joined_first = _as_views(factors, self._joined_first)
 
     def add_to(self, h: Tensor, x: Tensor) -> Tensor:
         """Adds the product of x to h in place, in one kernel where the layer allows it. Returns: h."""
         (layer,), (base,) = self.layers, self._linears
-        if layer is base and base.bias is None:
+        if layer is base and base.bias is None:  # the part of an adapter alone may be less than the rounding of h
             return h.addmm_(x, base.weight.t())
         return h.add_(self(x))
 
@@ -116,9 +123,24 @@ class PackedLinear:
                 raise TypeError(f"a product of {self._weight.dtype} weights got {x.dtype}; give both one dtype")
             return self._kernels.multiply(self.table, x.contiguous())
         if self._joined_weight is not None:
-            return F.linear(x, *self._joined_weight)
+            return self._add_adapters(F.linear(x, *self._joined_weight), x)
         outputs = [self._multiply(i, x) for i in range(len(self.layers))]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+    def _add_adapters(self, y: Tensor, x: Tensor) -> Tensor:
+        """Adds s B A x of each layer's adapter to its part of y, which is rounded once. Returns: y."""
+        if all(a is b for a, b in zip(self.layers, self._linears)):
+            return y
+        factors = [lora_factors(layer) for layer in self.layers]
+        ranks = [0 if f is None else len(f[0]) for f in factors]
+        if self._joined_first is not None and sum(ranks) == len(self._joined_first):
+            inner = F.linear(x, self._joined_first).split(ranks, -1)
+        else:
+            inner = [None if f is None else F.linear(x, f[0]) for f in factors]
+        for part, u, f in zip(y.split([len(layer.weight) for layer in self._linears], -1), inner, factors, strict=True):
+            if u is not None and f is not None:
+                part.addmm_(u, f[1].t(), alpha=f[2])
+        return y
 
     def _multiply(self, i: int, x: Tensor) -> Tensor:
         """Returns the output of layer i."""
@@ -184,10 +206,20 @@ class PackedLinear:
         return rank, [kernels.pack(first), kernels.pack(second), scale, spans]
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Returns whether a weight is a parameter of numbers in order, and no subclass."""
+    return type(tensor) is nn.Parameter and tensor.is_contiguous()
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
 def _as_views(parameters: Sequence[Tensor], buffer: Tensor | None) -> Tensor:
-    """Makes parameters views of a buffer, one after the other. Args: buffer: an earlier one; None = a new one."""
+    """Makes parameters views of a buffer, one after the other; one alone is its own buffer.
+
+    Args: buffer: an earlier one; None = a new one.
+    """
+    if len(parameters) == 1:
+        return parameters[0]
     if buffer is None:
         buffer = torch.cat([p.detach() for p in parameters])
     for p, part in zip(parameters, buffer.split([len(p) for p in parameters]), strict=True):

@@ -10,8 +10,7 @@ __all__ = ["Places"]
 class Places:
     """Ranges of places 1, 2, ..., each given out from the lowest gap that holds it. Place 0 is for padding rows.
 
-    Ranges never move, so a gap that is too small stays until its neighbours are free. Rows of one length leave gaps
-    that fit the next ones.
+    A gap that is too small stays until its neighbours are free. Rows of one length leave gaps that fit the next ones.
 
     Args: capacity: places in all, without place 0.
 
@@ -21,6 +20,8 @@ class Places:
     >>> places.free(1)
     >>> places.take(2), places.used, places.end
     ([1], 5, 8)
+    >>> places.grow(5, 5), places.grow(1, 5), places.grow(1, 4)  # the first where it is; the second has no other gap
+    (5, None, 1)
     """
 
     def __init__(self, capacity: int) -> None:
@@ -55,6 +56,23 @@ class Places:
             starts.append(before)
             self.used += length
         return starts
+
+    def grow(self, start: int, length: int) -> int | None:
+        """Makes a range longer where it is, or else gives it another one and frees it.
+
+        Args: start: its first place. length: its new places.
+        Returns: its first place from now on; None = there is no gap, and it stays as it is.
+        """
+        i = bisect.bisect_left(self._ranges, (start, 0))
+        end, following = self._ranges[i][1], [*self._ranges[i + 1 : i + 2], (self.capacity + 1, 0)][0][0]
+        if following - start >= length:
+            self._ranges[i] = start, start + length
+            self.used += start + length - end
+            return start
+        if (taken := self.take(length)) is None:
+            return None
+        self.free(start)
+        return taken[0]
 
     def free(self, start: int) -> None:
         """Frees the range that begins at a place."""

@@ -35,6 +35,8 @@ START, PROMPT_START, PROMPT_LENGTH = range(6, 9)
 """Further rows of the state: the first place of its drawn tokens, that of its prompt, and the prompt's tokens."""
 KV_SHARE = 0.9
 """The most of the free memory that keys and values may take, if nothing bounds them."""
+MOVED_TOKENS = 1 << 14
+"""Tokens whose KV is moved at once, through a copy of that of a layer."""
 MAX_LENGTH = 1 << 17
 """Tokens of the longest sequence of a model that names no limit."""
 
@@ -120,7 +122,7 @@ class PoolRunner(Runner):
         self.state[:, len(rows) :] = 0  # padding rows read no prompt, and write to place 0
 
     def reserve_drawn(self, rows: int, length: int, longest: int) -> None:
-        """Nothing to do: the memory is reserved when a row is admitted. Args: see Runner."""
+        """Nothing to do: `move_places` has reserved the memory. Args: see Runner."""
 
     def _features(self, n: int, *, longest: int, furthest: int, equal: bool) -> Tensor:
         rows = padded_rows(n)
@@ -140,6 +142,23 @@ class PoolRunner(Runner):
 
     def _move_drawn(self, source: Tensor, target: Tensor, length: int) -> None:
         """Nothing to do: places do not move with rows."""
+
+    def move_places(self, moves: Sequence[tuple[int, int, int, int]]) -> None:
+        """Allocates memory for rows that have grown, and moves the KV of those that have another range now.
+
+        Args: moves: (row, its first place before, now, tokens stored), in the order in which the ranges were taken: one
+            may begin where an earlier one has been.
+        """
+        self.pool.reserve(self.places.end - 1)
+        if not moves:
+            return
+        places = [np.concatenate([np.arange(move[i], move[i] + move[3]) for move in moves]) for i in (1, 2)]
+        numbers = [np.array([move[i] for move in moves], np.int64) for i in (0, 2)]
+        host = [torch.from_numpy(x) for x in (*places, *numbers)]
+        source, target, rows, starts = to_device(host, self.device)
+        for part in zip(source.split(MOVED_TOKENS), target.split(MOVED_TOKENS), strict=True):
+            self.pool.move(*part)
+        self.state[START].index_copy_(0, rows, starts)
 
     def shrink(self, rows: int, length: int, slots_in_use: dict[int, int]) -> None:
         """Frees memory above the places in use."""

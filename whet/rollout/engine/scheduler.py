@@ -3,8 +3,10 @@
 Requests wait in the order of their submission. Within one submission the groups with the longest completions come
 first, because they would otherwise run on alone at the end. Nothing here depends on the clock. The order changes no
 token, since every draw has a key (docs/exactness.md names the exception: the last bits of a logit).
-Memory is reserved for the longest completion that a request allows, so no admitted request is ever evicted. Earlier
-turns of conversations are kept in the remaining memory, and are dropped first.
+In stores, memory is reserved for the longest completion that a request allows, so no admitted request is ever evicted.
+In a KVPool a row has an eighth of it at first, and more as it grows: few completions are as long as they may be. Where
+there is no more, rows are queued again with the tokens that they have drawn, those with the fewest first. Earlier turns
+of conversations are kept in the remaining memory, and are dropped before.
 """
 
 from __future__ import annotations
@@ -23,7 +25,22 @@ from whet.rollout.engine.places import Places
 from whet.rollout.engine.prefix_cache import CachedSequence, PrefixCache, common_prefix_length
 from whet.rollout.in_flight import InFlightRequest
 
-__all__ = ["Prefix", "Scheduler"]
+__all__ = ["Prefix", "Scheduler", "row_places"]
+
+PARTS = 8
+"""A row of a KVPool has 1, 2, ... or all of this many parts of the places of its longest completion."""
+
+
+def row_places(longest: int, needed: int) -> int:
+    """Returns the places of a row in a KVPool: a multiple of an eighth of its longest completion, or all of them.
+
+    Args: longest: tokens that may be drawn. needed: those that the row has to hold now.
+
+    >>> row_places(1024, 1), row_places(1024, 129), row_places(30, 29)
+    (128, 256, 30)
+    """
+    part = -(-longest // PARTS)
+    return min(longest, -(-needed // part) * part)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -90,6 +107,8 @@ class Scheduler:
         self.pool: Places | None = None
         """The places of a KVPool, which prompts and rows take when they are admitted; None = they lie in stores."""
         self.queue: deque[InFlightRequest] = deque()
+        self.is_full = False
+        """Rows were queued again for want of places: nothing is admitted beside others before one of them ends."""
 
     def check(self, request: Request) -> None:
         """Raises EngineError for a request that does not fit into an empty cache; one that once fitted may continue."""
@@ -161,7 +180,7 @@ class Scheduler:
         Returns: requests with their prefixes; new prefixes are not in `prefixes` yet.
         """
         free = self.max_batch - num_live
-        if not self.queue or free < min(min_free, len(self.queue)):
+        if not self.queue or free < min(min_free, len(self.queue)) or (self.is_full and num_live):
             return []
         prompts = Counter(p.bucket for p in prefixes.values())
         prefixes_by_key, admitted = dict(prefixes), []
@@ -207,18 +226,44 @@ class Scheduler:
     ) -> bool:
         """Takes places for a request, and for its prompt if that is new. Returns: whether there were any."""
         assert self.pool is not None
-        lengths = [len(prefix.tokens)] if is_new else []
-        starts = self.pool.take(*lengths, flight.remaining)
+        lengths, room = [len(prefix.tokens)] if is_new else [], row_places(flight.remaining, 1)
+        starts = self.pool.take(*lengths, room)
         if starts is None:
             return False
         if not self._fits(self.pool.end - 1, flight, admitted, conversations):
             for start in starts:
                 self.pool.free(start)
             return False
-        flight.place = starts[-1]
+        flight.place, flight.room = starts[-1], room
         if is_new:
             prefix.place = starts[0]
         return True
+
+    def grow(
+        self, flights: Sequence[InFlightRequest], drawn: np.ndarray, steps: int, conversations: PrefixCache
+    ) -> tuple[list[tuple[int, int, int, int]], bool]:
+        """Gives rows of a KVPool the places for their next steps, those with the most tokens first.
+
+        Args: flights: of the live rows. drawn: int [n], tokens of each since it was admitted. steps: how many.
+            conversations: earlier turns; they are dropped where memory is needed.
+        Returns: (row, first place before, now, tokens stored) of each row that has another range now, in the order in
+            which they were taken; and whether all rows have their places.
+        """
+        assert self.pool is not None
+        stored = drawn - 1  # the last token has no KV yet
+        needed = np.minimum(stored + steps, [flight.remaining for flight in flights])
+        short = np.flatnonzero(needed > [flight.room for flight in flights]).tolist()
+        moves: list[tuple[int, int, int, int]] = []
+        for row in sorted(short, key=lambda row: -len(flights[row].tokens) - drawn[row]):
+            flight, room = flights[row], row_places(flights[row].remaining, int(needed[row]))
+            if (place := self.pool.grow(flight.place, room)) is None:
+                return moves, False
+            if place != flight.place:
+                moves.append((row, flight.place, place, int(stored[row])))
+            flight.place, flight.room = place, room
+        if short and self.kv_cache_tokens is not None:
+            conversations.shrink(self.kv_cache_tokens - (self.pool.end - 1), [])
+        return moves, True
 
     def _row_length(self, flight: InFlightRequest) -> int:
         """Places of the row for a request's context; the tokens drawn so far must not raise it over the bound."""
