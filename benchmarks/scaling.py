@@ -185,7 +185,6 @@ def run_process(job: dict[str, Any]) -> None:
     tokens = int(batch.prefix_lengths.sum()) + batch.num_tokens
     own |= {"tokens_per_s": tokens / update, "update_s": update, **seconds, "peak_mb": peaks}
     own["imbalance"] = worker.pop_imbalance()
-    del worker, loaded, optim
     own |= hold_rollout(job, ranks)
     if ranks.is_writer:
         torch.save((own, gradients), Path(job["folder"]) / "result.pt")
