@@ -8,7 +8,6 @@ from helpers import full
 from processes import needs_gloo, start, wait
 from rollout_programs import MODELS, sample_together, sampled
 
-
 ROUNDINGS = 22
 """Results that are rounded on the way to a logprob: of some ten operations in each of two layers, and two more."""
 
