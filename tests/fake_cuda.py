@@ -191,10 +191,10 @@ def _move_engine(engine, pool):
 
 
 def engine_case(family="qwen3", *, pool=True, lengths=(40, 9), dtype=torch.bfloat16, lora=False,
-                prefill_tokens=8192, kv_cache_tokens=None, **sampling):  # fmt: skip
+                prefill_tokens=8192, kv_cache_tokens=None, grammars=None, **sampling):  # fmt: skip
     """Drains an engine. Returns: counts, and the most copies of a block of decode steps."""
     model = load_model(build(family, max_position_embeddings=512).to(dtype), dtype=dtype, lora=LORA if lora else None)
-    options = {"prefill_tokens": prefill_tokens, "kv_cache_tokens": kv_cache_tokens}
+    options = {"prefill_tokens": prefill_tokens, "kv_cache_tokens": kv_cache_tokens, "grammars": grammars}
     engine = EmbeddedEngine(model, max_batch=64, native=False, **options)
     _move_engine(engine, pool)
     rng, blocks, ledger = np.random.RandomState(0), [], Ledger()
@@ -228,8 +228,18 @@ def engine_case(family="qwen3", *, pool=True, lengths=(40, 9), dtype=torch.bfloa
     return {**ledger.counts(), "blocks": blocks, "backbone": engine.backends["backbone"]}
 
 
+class AnyTokens:
+    """Grammars of a language that has every text."""
+
+    start = staticmethod(lambda request: request)
+    advance = staticmethod(lambda matchers, tokens, first: {})
+    rows = staticmethod(lambda matchers: torch.full((len(matchers), VOCABULARY // 8), 255, dtype=torch.uint8))
+
+
 ENGINE = {
     "plain": {},
+    "windows": {"family": "mistral_window"},
+    "constrained": {"grammars": AnyTokens()},
     "stores": {"pool": False},
     "greedy": {"temperature": 0.0},
     "truncated": {"top_k": 20, "top_p": 0.95},
@@ -372,6 +382,9 @@ UPDATES = {
     "teacher": {"teacher": True},
     "critic": {"role": "critic"},
     "moe": {"family": "qwen3_moe"},
+    "windows": {"family": "mistral_window"},
+    "gemma2": {"family": "gemma2"},
+    "gpt_oss": {"family": "gpt_oss"},
     "losses": {"loss": _every_policy_loss, "entropy": True},
 }
 

@@ -19,7 +19,9 @@ STEPS = 12
 def numbers(folder):
     """Every metric that does not depend on the clock, as text: NaN is equal to itself there."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    of_the_clock = ("time/", "perf/", "rollout/mean_batch_size")  # an answer may come a decode step earlier
+    # an environment's answer may come a decode step later
+    engine = ("rollout/mean_batch_size", "rollout/prefilled_tokens", "rollout/reused_tokens")
+    of_the_clock = ("time/", "perf/", *engine)
     return [json.dumps({k: v for k, v in r.items() if not k.startswith(of_the_clock)}) for r in rows]
 
 

@@ -16,7 +16,7 @@ Group = tuple[str, Mapping[str, str]]
 
 _MODEL: Group = ("Model", {"model": "model to train: a folder or a hub name"})
 _ADAPTER = {
-    "actor.lora.rank": "rank of a LoRA adapter, e.g. 16; default: no adapter",
+    "actor.lora.r": "rank of a LoRA adapter, e.g. 16; default: no adapter",
 }
 _OPTIM = {
     "actor.schedule": "learning-rate schedule: constant, linear, cosine, ...",
@@ -119,7 +119,7 @@ COMMON_KEYS: Mapping[str, Sequence[Group]] = {
                 **_MODEL[1],
                 "reward_model.lr": "learning rate; default: 1e-4",
                 "reward_model.schedule": _OPTIM["actor.schedule"],
-                "reward_model.lora.rank": _ADAPTER["actor.lora.rank"],
+                "reward_model.lora.r": _ADAPTER["actor.lora.r"],
             },
         ),
         ("Data", {**_SFT_DATA, "data.chosen_column": "column of the better answer; default: chosen"}),
@@ -299,7 +299,7 @@ COMMON_KEYS: Mapping[str, Sequence[Group]] = {
                 "model": "only its config is read",
                 "memory_gb=24": "memory of the GPU; default: plans for 24, 40 and 80",
                 "num_processes=8": "processes of torchrun, each with a GPU; default: 1",
-                "actor.lora.rank": "plan an adapter of this rank",
+                "actor.lora.r": "plan an adapter of this rank",
                 "rollout.max_prompt_length": "default: 512 tokens",
                 "rollout.max_tokens_to_generate": "default: 512 tokens",
                 "trainer.max_tokens_per_microbatch": "default: the most that fits",
@@ -415,7 +415,7 @@ def _default(kind: type, key: str, short: Mapping[str, str]) -> str:
     """Returns the default of a key; "..." for keys whose default says nothing."""
     from whet.config.loader import default_text
 
-    return "..." if key.endswith(".lora.rank") or key == _NO_FIELD else default_text(kind, key, short)
+    return "..." if key.endswith(".lora.r") or key == _NO_FIELD else default_text(kind, key, short)
 
 
 def command_help(command: str, about: str, topic: str, kind: type, short: Mapping[str, str], flags: str = "") -> str:

@@ -16,7 +16,7 @@ from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.enums import Mode, Role
 from whet.config.introspection import field_docs
 from whet.config.loader import diff, dump, dump_tree, help_text, load, parse_config_args, read_yaml
-from whet.config.lora import LoraConfig, lora_shorthands
+from whet.config.lora import LoraConfig
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.rollout import ConstraintConfig, RolloutConfig
 from whet.config.run import SHORTHANDS, PPORunConfig, RunConfig, check_complete, load_run
@@ -89,7 +89,6 @@ __all__ = [
     "load",
     "load_run",
     "load_supervised",
-    "lora_shorthands",
     "parse_config_args",
     "read_yaml",
     "shorthands",

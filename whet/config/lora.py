@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Name, Strings
 from whet.errors import ConfigError
 
-__all__ = ["LORA_LR", "LoraConfig", "lora_shorthands"]
+__all__ = ["LORA_LR", "LoraConfig"]
 
 LORA_LR = 1e-4
 """Default learning rate of adapters: they need about ten times that of a whole model, and 1e-6 trains nothing."""
@@ -48,13 +47,3 @@ class LoraConfig:
             raise ConfigError(f"lora_dropout must lie in [0, 1), got {self.lora_dropout!r}; 0.0 turns it off")
         if isinstance(self.target_modules, list) and not self.target_modules:
             raise ConfigError('target_modules names no layer; leave it at "all-linear", or leave out the section lora')
-
-
-def lora_shorthands(roles: Iterable[str]) -> dict[str, str]:
-    """Shorthand -> full key for the sections of these roles, as RL2 and others name the fields.
-
-    >>> lora_shorthands(["actor"])["actor.lora.rank"]
-    'actor.lora.r'
-    """
-    names = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
-    return {f"{role}.lora.{name}": f"{role}.lora.{field}" for role in roles for name, field in names.items()}

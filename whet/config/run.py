@@ -16,7 +16,6 @@ from whet.config.data import Sources
 from whet.config.fields import Bool, Float, Name
 from whet.config.introspection import section_at
 from whet.config.loader import dump_tree, load, merge
-from whet.config.lora import lora_shorthands
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.rewards import RewardFields
 from whet.config.run_sections import RunDataConfig, RunGRPOConfig, RunPPOConfig, RunRolloutConfig, take_base_sections
@@ -189,7 +188,6 @@ SHORTHANDS: dict[str, str] = {
         for role in ("actor", "critic")
         for f in dataclasses.fields(OptimConfig)
     },
-    **lora_shorthands(("actor", "critic")),
     "max_tokens": "rollout.max_tokens_to_generate",
     "max_tokens_to_generate": "rollout.max_tokens_to_generate",
     "max_prompt_length": "rollout.max_prompt_length",

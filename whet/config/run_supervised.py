@@ -13,7 +13,6 @@ from whet.config.algo.sft import SFTConfig
 from whet.config.base import config
 from whet.config.fields import Bool, Name
 from whet.config.loader import load
-from whet.config.lora import lora_shorthands
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.run import missing_inputs
 from whet.config.run_sections import RunSupervisedDataConfig, take_base_sections
@@ -122,7 +121,7 @@ def shorthands(kind: type[SupervisedRunConfig]) -> Mapping[str, str]:
     """
     role = kind.TRAINED
     optim = {f"{role}.{f.name}": f"{role}.optim.{f.name}" for f in fields(OptimConfig)}
-    return {"model": f"{role}.model", "data": "data.path", **optim, **lora_shorthands((role,))}
+    return {"model": f"{role}.model", "data": "data.path", **optim}
 
 
 def load_supervised(argv: Sequence[str], kind: type[R]) -> R:

@@ -157,8 +157,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 _TORCHRUN = "torchrun starts several processes, and FSDP2 shards the weights over them (whet docs scaling)"
 _TENSOR_PARALLEL = "trainer.tensor_parallel_size divides matrices in training and in the rollout"
 _GRADIENT = (
-    "a step has one gradient however it is split into passes; "
-    "trainer.max_tokens_per_microbatch bounds their memory"
+    "a step has one gradient however it is split into passes; trainer.max_tokens_per_microbatch bounds their memory"
 )
 _SLEEPS = "an engine sleeps by itself during an update; rollout.vllm.kwargs.enable_sleep_mode=false prevents it"
 _VLLM = "vLLM's own options are keys of rollout.vllm.kwargs"

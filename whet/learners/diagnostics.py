@@ -179,10 +179,12 @@ class Diagnostics:
         rollout, positions = self.cluster.rollout_for(Mode.TRAIN), max_positions(self.cluster.actor.module)
         prompts = [group.prompt for group in rewards.groups]
         room = math.inf if positions is None else positions - rollout.max_tokens_to_generate
-        full = room <= max(len(p.tokens) for p in prompts) or room == rollout.max_prompt_length
+        longest = max(len(p.tokens) for p in prompts)
+        full = room <= longest or room == rollout.max_prompt_length
         plain_text = isinstance(prompts[0].source, str) and not self.templated
         truncated = [c for g in rewards.groups for c in g.completions if c.finish_reason == "length"]
         by_answers = 2 * sum(c.info.get("status") == "out of context" for c in truncated) > len(truncated)
+        full |= by_answers and positions is not None and positions < longest + rollout.most_tokens
         return {
             "more_room": SHORTEN_PROMPTS if full else RAISE_EPISODE_LIMIT if by_answers else RAISE_LIMIT,
             "can_set_template": plain_text and uses_chat_template(self.cluster.tokenizer, rollout.chat_template_kwargs),

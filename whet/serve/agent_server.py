@@ -28,6 +28,7 @@ from whet.rollout.base import Output
 from whet.serve.api_errors import ApiError, to_api_error
 from whet.serve.calls import ROUTES, Call
 from whet.serve.chat_model import ChatModel
+from whet.serve.run_model import RunModel
 from whet.serve.server import POLL_S, ApiHandler, ApiServer, Disconnected
 
 __all__ = ["AgentCall", "AgentEnd", "AgentServer", "Inbox", "episode_over"]
@@ -168,7 +169,7 @@ class AgentServer(ApiServer):
     Args: model: for /v1/models.
     """
 
-    def __init__(self, model: ChatModel) -> None:
+    def __init__(self, model: RunModel) -> None:
         super().__init__("127.0.0.1", 0, None)
         self.model = model
         self._secret = secrets.token_bytes(32)
@@ -231,7 +232,10 @@ class _AgentHandler(ApiHandler):
     def _call(self, path: str, body: bytes) -> None:
         """Gives a call to its episode, and sends the answer."""
         body_class, call_class = ROUTES[path]
-        call = AgentCall(call_class, body_class.model_validate(self._read_json(body)))
+        model = self.server.model
+        assert isinstance(model, RunModel)
+        fields = model.without_own_settings(self._read_json(body))
+        call = AgentCall(call_class, body_class.model_validate(fields))
         self._inbox.put(call)
         while not call.wait(POLL_S):
             if self._is_disconnected():

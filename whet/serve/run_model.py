@@ -20,6 +20,8 @@ log = logging.getLogger("whet")
 
 RUN_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens", "seed", "ignore_eos")
 """Fields of a call that have no effect in a run: the trainer computes its logprobs under the run's own settings."""
+DROPPED_FIELDS = ("frequency_penalty", "logit_bias", "presence_penalty", "reasoning_effort", "verbosity")
+"""Fields of OpenAI's that have none either, and that `whet serve` does not implement."""
 
 
 class RunModel(ChatModel):
@@ -87,6 +89,22 @@ class RunModel(ChatModel):
             raise self.context_error(len(prompt))
         return replace_lengths(sampling, most=min(sampling.max_tokens, room))
 
+    def without_own_settings(self, fields: Any) -> Any:
+        """Returns the fields of a call without those that have no effect in a run, with one warning for each.
+
+        The model is free to call a tool or not, so a tool_choice that forces it is "auto".
+
+        Args: fields: the body of the call, which may be wrong.
+        """
+        if not isinstance(fields, dict):
+            return fields
+        dropped = [name for name in DROPPED_FIELDS if fields.get(name)]
+        if fields.get("tool_choice") not in (None, "auto", "none"):
+            dropped.append("tool_choice")
+        for name in dropped:
+            self._warn_of(name, fields[name])
+        return {name: value for name, value in fields.items() if name not in (*DROPPED_FIELDS, *dropped)}
+
     def _warn_of_full_context(self, length: int) -> None:
         """Warns once of a call that leaves no room. Args: length: tokens of its context."""
         if "context" not in self._warned:
@@ -104,13 +122,12 @@ class RunModel(ChatModel):
         """Warns once of each field that an agent sets to a value that the run does not have."""
         for name in RUN_FIELDS:
             asked = getattr(body, name)
-            if (
-                asked is None
-                or asked is False
-                or asked == getattr(self.run_sampling, name, None)
-                or name in self._warned
-            ):
-                continue
+            if asked is not None and asked is not False and asked != getattr(self.run_sampling, name, None):
+                self._warn_of(name, asked)
+
+    def _warn_of(self, name: str, asked: Any) -> None:
+        """Warns once of a field that has no effect."""
+        if name not in self._warned:
             self._warned.add(name)
             log.warning(
                 "the agent asks for %s=%r; a training run samples by its own settings (rollout.*, trainer.seed), so "

@@ -96,7 +96,7 @@ def out_of_memory_note(
         return (
             f"Scoring ran out of memory with {configured} tokens in a micro-batch; {what}{less} a smaller "
             "rollout.max_tokens_to_generate or data.max_length, "
-            f"actor.lora.rank=16 or actor.optim.name=adamw8bit, and {resume}"
+            f"actor.lora.r=16 or actor.optim.name=adamw8bit, and {resume}"
         )
     if not is_repeatable:
         return (
@@ -107,7 +107,7 @@ def out_of_memory_note(
     return (
         f"The update ran out of memory with {configured} tokens in a micro-batch, and one sequence (or unit) alone "
         f"does not fit, at a budget of {last}: no smaller trainer.max_tokens_per_microbatch helps. Set "
-        "actor.gradient_checkpointing=full, actor.optim.name=adamw8bit, actor.lora.rank=16 or "
+        "actor.gradient_checkpointing=full, actor.optim.name=adamw8bit, actor.lora.r=16 or "
         "a smaller rollout.max_tokens_to_generate or data.max_length, and "
         f"{resume}"
     )

@@ -93,7 +93,7 @@ def _run_update(trainer: RoleTrainer, prompt: int, completion: int) -> int:
         raise ConfigError(
             f"the rehearsal before the first step ran out of memory in an update of the {trainer.role.value}, with one "
             f"sequence of {prompt + completion} tokens in a micro-batch; set {section}.gradient_checkpointing=full, "
-            f"{section}.optim.name=adamw8bit, {section}.lora.rank=16, a smaller rollout.max_tokens_to_generate, or "
+            f"{section}.optim.name=adamw8bit, {section}.lora.r=16, a smaller rollout.max_tokens_to_generate, or "
             "trainer.rehearse=false to go without a rehearsal"
         ) from error
     finally:

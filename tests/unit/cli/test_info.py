@@ -126,7 +126,7 @@ def test_every_shell_is_told_every_command(capsys):
     for shell in ("bash", "zsh", "fish"):
         assert main(["completion", shell]) == 0
         text = capsys.readouterr().out
-        assert all(name in text for name in COMMANDS) and "actor.lora.rank=" in text
+        assert all(name in text for name in COMMANDS) and "actor.lora.r=" in text
     assert main(["completion", "tcsh"]) == 2
 
 

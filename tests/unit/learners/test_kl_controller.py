@@ -201,7 +201,7 @@ def test_a_learner_of_your_own_that_forgets_the_state_is_refused():
 
 def test_an_entropy_that_is_no_longer_measured_is_refused():
     made = learner(use_adaptive_entropy=True)
-    made.cluster.actor_trainer.with_rl_metrics_to_log({"entropy": "max"})
+    made.cluster.actor_trainer.set_metric_reductions({"entropy": "max"})
     with pytest.raises(ConfigError, match="needs the metric entropy/token_mean"):
         made.train(rows(4))
 

@@ -451,7 +451,8 @@ def test_settings_of_an_agent_have_no_effect_and_are_warned_of(caplog):
 
     def agent(base_url, api_key, row):
         hi = [{"role": "user", "content": row["prompt"]}]
-        ask(base_url, api_key, hi, model="gpt-5", temperature=0.0, seed=1, max_tokens=100, stop=["\n\n\n"])
+        dropped = {"tool_choice": "required", "presence_penalty": 0.5, "reasoning_effort": "low", "logit_bias": {}}
+        ask(base_url, api_key, hi, model="gpt-5", temperature=0.0, seed=1, max_tokens=100, stop=["\n\n\n"], **dropped)
         told.append(refused(lambda: ask(base_url, api_key, hi, response_format={"type": "json_object"})))
         told.append(refused(lambda: ask(base_url, api_key, [])))
         return 1.0
@@ -459,6 +460,7 @@ def test_settings_of_an_agent_have_no_effect_and_are_warned_of(caplog):
     made = learner(agent)
     step, batch = batch_of(made)
     assert caplog.text.count("the agent asks for temperature=0.0") == 1 and "seed=1" in caplog.text
+    assert all(caplog.text.count(x) == 1 for x in ("tool_choice='required'", "presence_penalty=0.5", "effort='low'"))
     assert max(len(c.tokens) for c in completions_of(step)) <= 6
     at = batch.mask
     want = batch.sampler_logprobs[at]

@@ -190,7 +190,7 @@ def test_a_reward_model_is_trained_by_an_adapter(base):
 
 
 def test_an_adapter_has_a_learning_rate_of_its_own(base, caplog):
-    given = load_run(["model=m", "actor.lora.rank=8", "actor.betas=[0.9,0.95]"]).actor
+    given = load_run(["model=m", "actor.lora.r=8", "actor.betas=[0.9,0.95]"]).actor
     assert (given.lora.r, given.optim.betas) == (8, (0.9, 0.95)) and config_from_dict(
         RoleConfig, dump_tree(given)
     ) == given
@@ -234,7 +234,7 @@ def words(tmp_path, base):
         "rollout.temperature=1.0",
         "data.batch_size=4",
         "actor.dtype=float32",
-        "actor.lora.rank=2",
+        "actor.lora.r=2",
         "actor.lr=1e-2",
         "algo.beta=0.05",
         "algo.num_generations=2",

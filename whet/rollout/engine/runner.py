@@ -341,7 +341,7 @@ class Runner:
         """Draws a token for each of some rows of the state, plan by plan, and marks the tokens as seen."""
         position = self.state[NUM_DRAWN, rows]
         seen = None if self.seen is None else self.seen[rows]
-        allowed = None if allowed is None else allowed.to(logits.device)
+        allowed = None if allowed is None else to_device([allowed], logits.device)[0]
         if len(groups) == 1:
             plan = groups[0][0]
             tokens, logprobs = sample_rows(logits, plan, u=u, position=position, seen=seen, allowed=allowed)
