@@ -37,6 +37,8 @@ FAMILIES = ("Qwen3", "Llama", "Mistral")
 """Models whose tokens are compared."""
 MAX_TOKENS = 48
 """Tokens of a completion."""
+BOUND = 600
+"""Places of a KV cache in which 24 completions are not all at once."""
 
 
 class SkipError(Exception):
@@ -227,23 +229,59 @@ def varlen(device: Any) -> dict[str, Any]:
 
 
 def tokens(device: Any) -> dict[str, Any]:
-    """Steps that are replayed draw what the same steps draw one by one."""
+    """Steps that are replayed draw what the same steps draw one by one; and where rows wait for places, and move."""
     from whet.rollout.engine.engine import EmbeddedEngine
 
     found = {}
-    for family in FAMILIES:
+    for family, bound in [*((family, None) for family in FAMILIES), (FAMILIES[0], BOUND)]:
         drawn = []
         for eagerly in (False, True):
-            engine = EmbeddedEngine(_model(family).to(device), max_batch=24)
+            engine = EmbeddedEngine(_model(family, device), max_batch=24, kv_cache_tokens=bound)
             graphs = getattr(engine._runner, "graphs", None)
             need(device.type != "cuda" or graphs is not None, f"steps are not captured: {engine.backends['steps']}")
             if graphs is not None:
                 graphs._captures &= not eagerly
             drawn.append(_drawn(engine))
             need(graphs is None or graphs.failure is None, engine.backends["steps"])
-        equal = sum(a == b for a, b in zip(*drawn))
-        found[family] = f"{equal} of {len(drawn[0])} completions are equal"
-        need(equal == len(drawn[0]), f"{family}: {found[family]}")
+        equal, name = sum(a == b for a, b in zip(*drawn)), family if bound is None else f"{family}, {bound} places"
+        found[name] = f"{equal} of {len(drawn[0])} completions are equal"
+        need(equal == len(drawn[0]), f"{name}: {found[name]}")
+    return found
+
+
+def adapters(device: Any) -> dict[str, Any]:
+    """Layers with LoRA in the engine's products and in training, against PEFT's own: outputs and gradients."""
+    import importlib.util
+
+    import torch
+
+    from whet.models.fast_layers import _run_adapted
+    from whet.rollout.engine.packed_linear import PackedLinear
+
+    if importlib.util.find_spec("peft") is None:
+        raise SkipError("peft is not installed")
+    import peft
+
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    dtype = _dtype(device)
+    model = peft.inject_adapter_in_model(config, _model("Qwen3", device)).to(device, dtype)
+    attention, limit, found = model.model.layers[0].self_attn, 8 * torch.finfo(dtype).eps, {}
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    x = torch.randn(9, 128, device=device, dtype=dtype, requires_grad=True)
+    product = PackedLinear(layers)
+    if dtype.itemsize == 2:  # in fp32 adapters are merged
+        product.join()
+    with torch.no_grad():
+        sides = {"product": (product(x), torch.cat([layer(x) for layer in layers], -1))}
+    layer = layers[0]
+    inputs = (x, layer.lora_A["default"].weight, layer.lora_B["default"].weight)
+    outputs = [run(layer, x) for run in (_run_adapted, type(layer).forward)]
+    sides["layer"] = (outputs[0], outputs[1])
+    grads = [torch.autograd.grad(y.square().sum(), inputs) for y in outputs]
+    sides |= {f"gradient {i}": pair for i, pair in enumerate(zip(*grads))}
+    for name, (ours, own) in sides.items():
+        found[name] = float((ours - own).detach().abs().max() / own.detach().abs().max())
+        need(found[name] < limit, f"{name} is {found[name]:.1e} from PEFT's, relative to the largest number")
     return found
 
 
@@ -262,7 +300,7 @@ def kept(device: Any) -> dict[str, Any]:
 
     cuda_graph.StepGraphs._capture = counted  # type: ignore[method-assign]
     try:
-        model = _model("Qwen3").to(device)
+        model = _model("Qwen3", device)
         engine = EmbeddedEngine(model, max_batch=24)
         for version in (0, 0, 1):
             if version:
@@ -293,7 +331,7 @@ def vllm(device: Any) -> dict[str, Any]:
         raise SkipError("vLLM is not installed")
     from whet.rollout.vllm import VLLMEngine
 
-    model = _model("Qwen3").to(device=device, dtype=torch.bfloat16)
+    model = _model("Qwen3", device).to(torch.bfloat16)
     engine = VLLMEngine(model, decode=lambda ids: "", config=RolloutConfig(max_batch_size=24, max_prompt_length=128))
     free = lambda: torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     try:
@@ -343,7 +381,7 @@ def rest(device: Any) -> dict[str, Any]:
     from whet.rollout.engine.engine import EmbeddedEngine
     from whet.util.device import empty_cache, memory_metrics
 
-    engine = EmbeddedEngine(_model("Qwen3").to(device), max_batch=24)
+    engine = EmbeddedEngine(_model("Qwen3", device), max_batch=24)
     seen = []
     for _ in range(3):
         _drawn(engine)
@@ -381,7 +419,7 @@ def kernels(device: Any) -> dict[str, Any]:
 
     from whet.rollout.engine.engine import EmbeddedEngine
 
-    engine = EmbeddedEngine(_model("Qwen3").to(device), max_batch=24)
+    engine = EmbeddedEngine(_model("Qwen3", device), max_batch=24)
     _drawn(engine)
     before, start = engine.stats(), time.perf_counter()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
@@ -501,8 +539,8 @@ def offload(device: Any) -> dict[str, Any]:
 CHECKS: dict[str, Callable[[Any], dict[str, Any]]] = {
     f.__name__: f
     for f in (
-        captures, engines, second_device, fallback, threads, flex, varlen, tokens, kept, masked, rest, vllm, blocking,
-        sanitizer, kernels, recipe, update, offload,
+        captures, engines, second_device, fallback, threads, flex, varlen, tokens, adapters, kept, masked, rest, vllm,
+        blocking, sanitizer, kernels, recipe, update, offload,
     )
 }  # fmt: skip
 """By name, in order: what would give wrong tokens or end a run, then memory, then speed."""
@@ -542,8 +580,8 @@ def _segments(q: Any, k: Any, v: Any, lengths: Sequence[int], options: Mapping[s
     return torch.cat(outs), torch.cat(sums, 1)
 
 
-def _model(family: str) -> Any:
-    """A random model of 2 layers, sliding windows in Mistral's."""
+def _model(family: str, device: Any) -> Any:
+    """A random model of 2 layers, sliding windows in Mistral's; on a GPU in bfloat16: no fp32 steps are captured."""
     import torch
     import transformers
 
@@ -553,7 +591,14 @@ def _model(family: str) -> Any:
         num_key_value_heads=2, head_dim=64, max_position_embeddings=512, initializer_range=0.2, bos_token_id=None,
         eos_token_id=None, pad_token_id=0, **({"sliding_window": 24} if family == "Mistral" else {}),
     )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return model.eval().to(device, _dtype(device))
+
+
+def _dtype(device: Any) -> Any:
+    import torch
+
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _drawn(engine: Any) -> list[list[int]]:

@@ -69,6 +69,7 @@ class Driver:
 def driver(monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, device, **options: empty(*size, **options))
+    monkeypatch.setattr(growing_memory, "CHUNK", STEP)
     monkeypatch.setattr(torch, "as_tensor", lambda x, device: ("tensor of", *x.__cuda_array_interface__["data"]))
     return Driver()
 
@@ -92,6 +93,13 @@ def test_memory_grows_and_goes_behind_one_address(driver):
     assert memory.held == 4 * STEP and memory.moves == 0
     memory.close()
     assert not driver.reserved and not driver.handles
+
+
+def test_small_growth_is_mapped_in_few_calls(driver, monkeypatch):
+    monkeypatch.setattr(growing_memory, "CHUNK", 4 * STEP)
+    memory = MappedMemory(10 * STEP, DEVICE, driver)
+    held = [memory.resize(size) or memory.held // STEP for size in range(STEP, 10 * STEP + 1, STEP // 4)]
+    assert sorted({*held}) == [4, 8, 10] and len(driver.mapped) == 3
 
 
 def test_a_full_device_empties_torchs_cache_and_then_says_so(driver, monkeypatch):

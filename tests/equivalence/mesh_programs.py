@@ -90,7 +90,7 @@ def results(placement, every=True, models=MODELS):
         for i, batch in enumerate(batches()):
             found[f"{name}, {i}, logprobs"] = worker.logprobs(batch).logprobs
             for mode in LOSS_AGG_MODES if every else [next(turns)]:
-                trainer.with_loss_fn(loss, loss_agg_mode=mode, loss_agg_norm=20.0)
+                trainer.set_loss(loss, loss_agg_mode=mode, loss_agg_norm=20.0)
                 weighted = trainer.add_loss_weights(batch)
                 metrics = worker.forward_backward(weighted, loss, entropy=True)
                 found[f"{name}, {i}, {mode}"] = torch.tensor([v for _, v in sorted(flat(metrics).items())])

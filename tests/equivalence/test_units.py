@@ -171,13 +171,15 @@ def test_the_weights_say_which_form_a_loss_has_and_another_shape_is_refused():
 
 def test_a_trainer_weighs_units_alike():
     batch = pairs(random_batch((3, [4, 2]), (2, [3, 5]), (6, [1, 1]))).replace(unit_weights=None)
-    trainer = RoleTrainer(make(exact()), loss=nll).with_loss_fn(preference, loss_per="unit")
+    trainer = RoleTrainer(make(exact()), loss=nll)
+    trainer.set_loss(preference, loss_per="unit")
     assert trainer.add_loss_weights(batch).unit_weights.tolist() == [0.0, 0.5, 0.5]  # the first pair is masked out
-    trainer.with_loss_fn(preference, loss_agg_units="all")
+    trainer.set_loss(preference, loss_agg_units="all")
     assert trainer.add_loss_weights(batch).unit_weights.tolist() == [0.0] + [1 / 3] * 2
     assert trainer.add_loss_weights(batch).weights is None
     assert trainer.update(batch)["margin"].count == 2
-    critic = RoleTrainer(make(exact("critic")), loss=nll).with_loss_fn(bradley_terry, loss_per="unit", scores=True)
+    critic = RoleTrainer(make(exact("critic")), loss=nll)
+    critic.set_loss(bradley_terry, loss_per="unit", scores=True)
     first = critic.update(batch)["loss"].value
     for _ in range(3):
         last = critic.update(batch)["loss"].value

@@ -44,7 +44,7 @@ def learner_of(args):
     learner.algo_config, learner.objective, learner.kl_controller = algo, make_objective(algo), KLController(algo)
     learner.kl_controller.entropy = 0.0  # of the update before
     learner.agents, learner.trainer = made.learner.agents, made
-    made.cluster.actor_trainer.with_loss_fn(
+    made.cluster.actor_trainer.set_loss(
         learner.loss,
         loss_agg_mode=algo.loss_agg_mode,
         loss_agg_norm=float(WIDTH) if algo.loss_agg_mode == "sequence-mean-token-scale" else None,

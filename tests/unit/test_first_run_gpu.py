@@ -89,6 +89,8 @@ def test_the_checks_themselves_pass_on_a_cpu(script, started, monkeypatch):
     assert any("microbatch" in line for line in found["recipe"]["chosen"])
     assert found["kept"]["captures"] == {"first": 0, "again": 0, "after an update": 0}
     assert found["tokens"]["Mistral"] == "48 of 48 completions are equal" and found["kernels"]["steps"] > 4
+    assert found["adapters"].keys() >= {"product", "layer", "gradient 2"}
+    assert script._dtype(torch.device("cuda")).itemsize == 2  # fp32 steps are not captured
     assert any("captures,engines,tokens" in command for command in started)  # in processes of their own
 
 

@@ -144,7 +144,7 @@ class PolicyLearner(RLLearner):
         if norm is None and c.loss_agg_mode == "sequence-mean-token-scale":
             norm = float(cluster.rollout_for().most_tokens)
         trainer = cluster.actor_trainer
-        trainer.with_loss_fn(
+        trainer.set_loss(
             self.loss,
             loss_agg_mode=mode,
             loss_agg_norm=norm,
@@ -152,7 +152,7 @@ class PolicyLearner(RLLearner):
             entropy=True,
             divergence=divergence_from(cluster, c.gkd_beta) if self.teacher_column == "divergence" else None,
         )
-        trainer.with_rl_metrics_to_log({**_METRICS, **trainer.reductions}, on_policy=_ON_POLICY)
+        trainer.set_metric_reductions({**_METRICS, **trainer.reductions}, on_policy=_ON_POLICY)
         for worker in cluster.workers.values():
             worker.set_max_sequences(
                 training=self._num_sequences(self.config.train_micro_batch_size),
@@ -414,7 +414,7 @@ class PolicyLearner(RLLearner):
         labels = metric_labels("entropy", self.cluster.actor_trainer.reductions)
         if self.algo_config.use_adaptive_entropy and labels.get(MEASURED_ENTROPY) != "mean":
             raise ConfigError(
-                f"algo.use_adaptive_entropy needs the metric {MEASURED_ENTROPY}, which with_rl_metrics_to_log has "
+                f"algo.use_adaptive_entropy needs the metric {MEASURED_ENTROPY}, which set_metric_reductions has "
                 f'replaced by {dict(labels)}; add "{MEASURED_ENTROPY}": "mean" to the labels of entropy'
             )
         if self.kl_controller.is_adaptive and "kl_controller" not in self.state():

@@ -125,12 +125,12 @@ class PPOLearner(PolicyLearner):
         if self.shares_backbone:
             self.skips_without_signal = False  # a sequence without an advantage has values to learn
             named = {f"critic/{name}": _under_critic(name, how) for name, how in _METRICS.items()}
-            cluster.actor_trainer.with_rl_metrics_to_log({**named, **cluster.actor_trainer.reductions})
+            cluster.actor_trainer.set_metric_reductions({**named, **cluster.actor_trainer.reductions})
             return
         self.critic_trainer = cluster.critic_trainer
         mode = resolve_name(config.value_loss_agg_mode, LOSS_AGG_MODES, "value_loss_agg_mode", hint=other_field)
-        self.critic_trainer.with_loss_fn(self._critic_loss, loss_agg_mode=mode, loss_agg_units=config.loss_agg_units)
-        self.critic_trainer.with_rl_metrics_to_log({**_METRICS, **self.critic_trainer.reductions})
+        self.critic_trainer.set_loss(self._critic_loss, loss_agg_mode=mode, loss_agg_units=config.loss_agg_units)
+        self.critic_trainer.set_metric_reductions({**_METRICS, **self.critic_trainer.reductions})
 
     # ---- the stages ----------------------------------------------------------------------------------------------
 

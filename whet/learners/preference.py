@@ -61,9 +61,9 @@ class RewardModelLearner(SupervisedLearner[RewardModelConfig]):
         super().__init__(models, c, **options)
         if models.role is not Role.REWARD:
             raise ConfigError("training a reward model needs one; give SupervisedModels(reward_model=...), not actor=")
-        models.trainer.with_loss_fn(make_reward_loss(c), loss_per="unit", scores=True)
-        models.trainer.with_rl_metrics_to_log(REWARD_REDUCTIONS)
-        models.trainer.with_tqdm_metrics_to_display(["accuracy"])
+        models.trainer.set_loss(make_reward_loss(c), loss_per="unit", scores=True)
+        models.trainer.set_metric_reductions(REWARD_REDUCTIONS)
+        models.trainer.displayed = ("accuracy",)
 
     @property
     def chance_loss(self) -> float | None:
@@ -107,10 +107,10 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         """The run of `train` and its task, where the reference is computed ahead of the steps."""
         self._precomputed: dict[bytes, list[Tensor]] | None = None
         """The reference's log-probabilities of each sequence of an example, by the example's digest."""
-        models.trainer.with_loss_fn(
+        models.trainer.set_loss(
             self.objective, loss_per="unit", constants=self.objective.constants, entropy=c.log_entropy
         )
-        models.trainer.with_tqdm_metrics_to_display(["rewards/accuracies"])
+        models.trainer.displayed = ("rewards/accuracies",)
 
     def _check_reference(self) -> None:
         c, has_reference = self.algo_config, Role.REFERENCE in self.models.workers

@@ -38,7 +38,7 @@ class SFTLearner(SupervisedLearner[SFTConfig]):
         super().__init__(models, c, **options)
         self._loss = bind_fields(resolve_name(c.loss_type, SFT_LOSSES, "SFT loss", hint=other_field), c)
         check_call(self._loss, "loss_type", ("x",))
-        models.trainer.with_loss_fn(
+        models.trainer.set_loss(
             self.loss,
             loss_agg_mode=resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode", hint=other_field),
             loss_agg_norm=c.loss_agg_norm,

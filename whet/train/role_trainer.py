@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -62,6 +62,7 @@ class RoleTrainer:
         self.loss_per: Literal["token", "unit"] = "token"
         self.reductions: dict[str, dict[str, str]] = {}
         self.displayed: tuple[str, ...] = ()
+        """Metrics that the progress bar shows next to the reward."""
         self.skipped = 0
         """Updates in a row, up to now, whose gradient was not finite."""
         self.on_policy_metrics: frozenset[str] = frozenset()
@@ -70,7 +71,7 @@ class RoleTrainer:
         """Called after each update, with its metrics."""
         self._updated_version: int | None = None
 
-    def with_loss_fn(
+    def set_loss(
         self,
         loss: Loss,
         *,
@@ -79,7 +80,7 @@ class RoleTrainer:
         loss_agg_units: Literal["trained", "all"] | None = None,
         loss_per: Literal["token", "unit"] | None = None,
         **needs: Unpack[LossNeeds],
-    ) -> RoleTrainer:
+    ) -> None:
         """Sets the loss: `loss(x: LossInputs) -> (per token [s], {name: [s]})`.
 
         A loss per unit returns [u] in place of [s]. All units with a trained token have the same weight.
@@ -98,11 +99,10 @@ class RoleTrainer:
         self.loss_agg_units = loss_agg_units or self.loss_agg_units
         self.loss_per = loss_per or self.loss_per
         self.needs = {**self.needs, **needs}
-        return self
 
-    def with_rl_metrics_to_log(
+    def set_metric_reductions(
         self, metrics: Mapping[str, str | Sequence[str] | Mapping[str, str]], *, on_policy: Collection[str] = ()
-    ) -> RoleTrainer:
+    ) -> None:
         """Sets how the loss's metrics are named and reduced. Default: each is logged as its mean.
 
         Args:
@@ -121,12 +121,6 @@ class RoleTrainer:
                     raise lookup_error(f"reduction of metric {name}", getattr(h, "__name__", str(h)), REDUCTIONS)
             self.reductions[name] = dict(labels)
         self.on_policy_metrics |= set(on_policy)
-        return self
-
-    def with_tqdm_metrics_to_display(self, names: Iterable[str]) -> RoleTrainer:
-        """Sets which metrics the progress bar shows next to the reward."""
-        self.displayed = tuple(names)
-        return self
 
     def add_loss_weights(self, batch: TokenBatch) -> TokenBatch:
         """Returns the batch with the weights of its tokens or units, which are made once per optimizer step from all of

@@ -136,22 +136,22 @@ class Trainer(RoleTrainer):
 
         Raises: ConfigError: another function, or an unknown reduction.
         """
-        super().with_rl_metrics_to_log({n: _reduction_name(n, how) for n, how in metrics.items()}, on_policy=on_policy)
+        self.set_metric_reductions({n: _reduction_name(n, how) for n, how in metrics.items()}, on_policy=on_policy)
         return self
 
     def with_tqdm_metrics_to_display(self, names: Iterable[str | Callable[[], str | None]]) -> Trainer:
         """Sets which metrics the progress bar shows: names, or functions that return a name or None."""
         resolved = (name() if callable(name) else name for name in names)
-        super().with_tqdm_metrics_to_display([name for name in resolved if name])
+        self.displayed = tuple(name for name in resolved if name)
         return self
 
     def with_loss_fn(self, loss: Loss, has_aux: bool = True, **options: Any) -> Trainer:
         """Sets the loss as RoleTrainer does.
 
         Args: has_aux: the loss returns (per token [s], {name: [s]}); without it, only the first. options: see
-            RoleTrainer.with_loss_fn.
+            RoleTrainer.set_loss.
         """
-        super().with_loss_fn(loss if has_aux else lambda x: (loss(x), {}), **options)  # pyright: ignore
+        self.set_loss(loss if has_aux else lambda x: (loss(x), {}), **options)  # pyright: ignore
         return self
 
     # ---- training ------------------------------------------------------------------------------------------------

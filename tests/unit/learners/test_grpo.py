@@ -549,7 +549,7 @@ def test_means_over_tokens_do_not_depend_on_the_split():
 
 def test_the_metrics_of_the_loss_can_be_chosen_before_the_learner_is_made():
     c = cluster()
-    c.actor_trainer.with_rl_metrics_to_log({"ppo_kl": ("mean", "max"), "entropy": {"H": "min"}})
+    c.actor_trainer.set_metric_reductions({"ppo_kl": ("mean", "max"), "entropy": {"H": "min"}})
     row = learner(c).train(rows(4)).rows[0]
     assert {"ppo_kl/mean", "ppo_kl/max", "H"} <= row.keys() and "entropy" not in row
 

@@ -37,7 +37,7 @@ def run(**algo):
         return update(step, mini)
 
     made.update = moved
-    c.actor_trainer.with_loss_fn(spy)
+    c.actor_trainer.set_loss(spy)
     row = made.train(rows(4)).rows[0]
     return row, arrays(seen["x"], seen["mini"])
 
@@ -213,7 +213,7 @@ def test_a_loss_of_ones_own_says_what_is_zero_without_an_advantage_and_is_skippe
     rows_of = []
     for loss in (push, zero_without_advantage("pushed", "own/pushed")(lambda x: push(x))):
         c = cluster(rollout={"eos_tokens": tuple(range(180, 264))}, num_epochs=1, lr=0.0)
-        c.actor_trainer.with_rl_metrics_to_log({"own/pushed": {"own/mean": "sequence_mean", "own/least": "min"}})
+        c.actor_trainer.set_metric_reductions({"own/pushed": {"own/mean": "sequence_mean", "own/least": "min"}})
         config = GRPOConfig(num_generations=4, beta=0.0, policy_loss_fn=loss)
         made = GRPOLearner(c, config, half, data=DataConfig(batch_size=2, shuffle=False))
         rows_of.append(made.train(rows(2)).rows[0])
@@ -236,7 +236,7 @@ def test_a_sampler_logprob_that_is_unknown_is_left_out_of_the_means_over_tokens(
         return update(step, mini.replace(sampler_logprobs=sampler))
 
     made.update = with_unknown
-    made.cluster.actor_trainer.with_rl_metrics_to_log({"sampling/kl_approx": {"a": "mean", "b": "min"}})
+    made.cluster.actor_trainer.set_metric_reductions({"sampling/kl_approx": {"a": "mean", "b": "min"}})
     row, gap = made.train(rows(4)).rows[0], seen["gap"]
     want = {
         "sampling/sampling_logp_difference/mean": gap.mean(),

@@ -95,7 +95,7 @@ def test_nan_at_masked_out_tokens_reaches_no_gradient_of_a_users_loss():
 def test_a_skipped_update_is_said_aloud(caplog):
     made = cluster()
     batch = random_batch((3, (4, 4))).replace(advantages=None)
-    made.actor_trainer.with_loss_fn(lambda x: (x.logprobs * torch.inf, {}))
+    made.actor_trainer.set_loss(lambda x: (x.logprobs * torch.inf, {}))
     made.actor_trainer.update(batch)
     assert "update 1 skipped" in caplog.text
 

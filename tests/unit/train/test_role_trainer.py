@@ -28,7 +28,7 @@ def test_a_mean_over_prompts_counts_the_prompts_of_the_whole_batch():
     batch = batch.replace(mask=batch.trajectory != 2)
     t = trainer(loss_agg_mode="prompt-mean-token-mean")
     assert t.add_loss_weights(batch).weights.tolist() == [0.25] * 4 + [0.0] * 4
-    t.with_loss_fn(clipped_surrogate, loss_agg_units="all")
+    t.set_loss(clipped_surrogate, loss_agg_units="all")
     assert t.add_loss_weights(batch).weights.tolist() == [0.125] * 4 + [0.0] * 4
 
 
@@ -36,7 +36,8 @@ def test_a_mean_over_all_completions_counts_one_of_two_sequences_once():
     forks = (completion([7, 8]), completion([9, 9], prefix=[97, 5]), completion([7, 8], 1))
     batch = TokenBatch.from_groups([Group(prompt=prompt("a"), completions=forks)])
     batch = batch.replace(mask=batch.trajectory == 0)
-    t = trainer(loss_agg_mode="sequence-mean-token-mean").with_loss_fn(clipped_surrogate, loss_agg_units="all")
+    t = trainer(loss_agg_mode="sequence-mean-token-mean")
+    t.set_loss(clipped_surrogate, loss_agg_units="all")
     assert t.add_loss_weights(batch).weights.tolist() == [0.125] * 4 + [0.0] * 2
 
 
@@ -86,7 +87,8 @@ def test_what_a_diverged_role_says_names_its_numbers_and_what_a_resume_needs(cap
 
 
 def test_the_metrics_of_a_critic_have_a_prefix_and_those_of_the_actor_none():
-    actor, critic = trainer(), trainer(role="critic").with_rl_metrics_to_log({"ppo_kl": {"KL": "max"}})
+    actor, critic = trainer(), trainer(role="critic")
+    critic.set_metric_reductions({"ppo_kl": {"KL": "max"}})
     parts = batches(2)
     seen = []
     critic.listeners.append(lambda trainer, metrics: seen.append(set(metrics)))
@@ -120,10 +122,11 @@ def test_a_loss_is_given_with_its_aggregation_and_may_ask_for_the_entropy():
         seen.append(x.entropy)
         return x.logprobs * 0 + 1, {}
 
-    t = trainer().with_loss_fn(loss, loss_agg_mode="sequence-mean-token-sum-norm", loss_agg_norm=3.0, entropy=True)
+    t = trainer()
+    t.set_loss(loss, loss_agg_mode="sequence-mean-token-sum-norm", loss_agg_norm=3.0, entropy=True)
     assert t.update(batch)["loss"].value == pytest.approx(6 / 3)  # six tokens of loss 1 over the norm
     assert seen[0].shape == (6,)
-    t.with_loss_fn(loss, loss_agg_mode="token-mean")  # a new mode takes the old norm with it
+    t.set_loss(loss, loss_agg_mode="token-mean")  # a new mode takes the old norm with it
     assert t.loss_agg_norm is None and t.update(batch)["loss"].value == pytest.approx(1.0)
 
 
@@ -131,7 +134,7 @@ def test_metrics_are_reduced_and_named_as_asked():
     batch = random_batch((3, [4, 2]))
     ramp = torch.arange(6.0)
     t = trainer(loss=lambda x: (x.logprobs * 0, dict.fromkeys("abcd", ramp)))
-    t.with_rl_metrics_to_log({"a": "max", "b": ("mean", "min"), "c": {"other/name": "weighted"}})
+    t.set_metric_reductions({"a": "max", "b": ("mean", "min"), "c": {"other/name": "weighted"}})
     found = {n: m.value for n, m in t.update(batch).items()}
     assert found["a"] == 5.0
     assert (found["b/mean"], found["b/min"]) == (2.5, 0.0)
@@ -139,7 +142,7 @@ def test_metrics_are_reduced_and_named_as_asked():
     assert found["d"] == 2.5
     assert "b" not in found and "c" not in found
     with pytest.raises(ConfigError, match="did you mean mean"):
-        t.with_rl_metrics_to_log({"a": "meen"})
+        t.set_metric_reductions({"a": "meen"})
 
 
 def test_an_evaluation_trains_nothing():

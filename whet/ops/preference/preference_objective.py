@@ -147,7 +147,7 @@ class PreferenceObjective:
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """The model outputs that it needs in addition to log-probabilities: RoleTrainer.with_loss_fn(constants=...)."""
+        """The model outputs that it needs in addition to log-probabilities: RoleTrainer.set_loss(constants=...)."""
         return ("correct", "mean_logits", *(("log_sum_sq_probs",) if self.use_weighting else ()))
 
     def inputs(self, x: LossInputs) -> PreferenceInputs:

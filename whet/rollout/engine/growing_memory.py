@@ -21,12 +21,14 @@ __all__ = ["GrowingMemory", "MappedMemory", "make_memory"]
 
 log = logging.getLogger("whet")
 
+CHUNK = 8 * 2**20
+"""The least bytes that are mapped at once: rows grow a little at a time, and each call of the driver has its cost."""
 OUT_OF_MEMORY = 2
 """CUDA_ERROR_OUT_OF_MEMORY."""
 
 
 class GrowingMemory:
-    """Ordinary memory, which moves when it grows: its content is copied.
+    """Ordinary memory, which moves when it grows, by a quarter at least: its content is copied.
 
     Args: limit: the most bytes. device: of the memory.
 
@@ -53,6 +55,8 @@ class GrowingMemory:
     def resize(self, size: int) -> None:
         """Holds this many bytes; the first ones keep their content, and new ones hold anything."""
         if size != self.held:
+            if size > self.held:
+                size = max(size, self.held + self.held // 4)
             new = torch.empty(min(size, self.limit), dtype=torch.uint8, device=self.device)
             kept = min(len(new), self.held)
             new[:kept] = self.bytes[:kept]
@@ -142,7 +146,8 @@ class MappedMemory(GrowingMemory):
         """Holds at least this many bytes; what lies above may be given back to the driver."""
         held, size = self.held, min(size, self.limit)
         if size > held:
-            self._map(held, -(-(size - held) // self._step) * self._step)
+            more = max(size - held, min(CHUNK, self.limit - held))
+            self._map(held, -(-more // self._step) * self._step)
         elif self._parts and held - self._parts[-1][0] >= size:
             if torch.cuda.is_available():
                 torch.cuda.synchronize(self.device)  # kernels may still read it

@@ -116,7 +116,7 @@ class RLTrainer(Trainer):
         self.reward_func_names = list(self.learner.reward_manager.fns)
         self.get_train_dataloader = partial(train_loader, self)  # not a method: a subclass's method is refused
         self.get_eval_dataloader = partial(eval_loader, self)
-        self.cluster.actor_trainer.with_rl_metrics_to_log({"policy_loss": "weighted"})
+        self.cluster.actor_trainer.set_metric_reductions({"policy_loss": "weighted"})
         self.finish_init()
 
     # ---- data, cluster and learner ----------------------------------------------------------------------------------
