@@ -6,8 +6,8 @@
 A program can't start processes, send signals to others, open sockets, read the environment or any file but the
 interpreter's, change modes or owners, or raise its limits. It needs no root and no container: Landlock and seccomp are
 parts of Linux. Where the machine has neither, a Sandbox is refused.
-Left out on purpose: programs of several processes, other languages, and secrecy of what `stat` tells about files
-elsewhere, which Landlock does not hide.
+Programs of several processes and in other languages: command_sandbox.py. Left out on purpose: secrecy of what `stat`
+tells about files elsewhere, which Landlock does not hide.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from whet.envs import sandbox_server
 from whet.envs.sandbox_server import missing_protection
 from whet.errors import ConfigError, InfrastructureError
 
-__all__ = ["Sandbox", "SandboxLimits", "SandboxResult", "missing_protection"]
+__all__ = ["Sandbox", "SandboxLimits", "SandboxResult", "check_names", "missing_protection"]
 
-Status = Literal["finished", "failed", "timeout", "output", "threads", "files"]
+Status = Literal["finished", "failed", "timeout", "output", "threads", "memory", "files"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,13 @@ class SandboxLimits:
     cpu_seconds: float = 5.0
     """Of a processor."""
     memory_mb: float = 512.0
-    """Of addresses, libraries included."""
+    """Of addresses of a process, libraries included, and of memory of all its processes together."""
     output_bytes: int = 65_536
     """Of standard output and standard error together."""
     files_mb: float = 64.0
     """Of files in its folder."""
     threads: int = 64
-    """At a time."""
+    """At a time, of all processes together."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -82,8 +82,8 @@ class Sandbox:
     Args:
         limits: of each program.
         workers: programs that run at a time; `run` waits for a free one. Each worker is a process.
-        unconfined: run programs with your own permissions where the machine can't confine them. Of the limits only
-            those of time, output, threads and files hold then.
+        unconfined: run programs with your own permissions where the machine can't confine them. The limit of
+            cpu_seconds does not hold then.
     Raises: ConfigError: the machine can't confine programs and `unconfined` is false.
 
     A program starts in a few milliseconds, since each is a fork of a process that waits.
@@ -119,10 +119,7 @@ class Sandbox:
         Raises: ConfigError: a file's name leaves the folder. InfrastructureError: the sandbox itself failed, not the
             program.
         """
-        for name in files or {}:
-            path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or not path.parts or name.startswith(".stdin"):
-                raise ConfigError(f"file {name!r}: name a file inside the program's folder, such as data/a.txt")
+        check_names(files or {})
         request = {"code": code, "stdin": stdin, "files": dict(files or {}), "limits": asdict(self.limits)}
         worker = self._take()
         try:
@@ -161,6 +158,14 @@ class Sandbox:
         """Ends the processes; programs that still run are killed."""
         for worker in self._workers:
             worker.close()
+
+
+def check_names(files: Mapping[str, str]) -> None:
+    """Raises ConfigError: a file's name leaves the folder."""
+    for name in files:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts or name.startswith(".stdin"):
+            raise ConfigError(f"file {name!r}: name a file inside the program's folder, such as data/a.txt")
 
 
 @functools.lru_cache(maxsize=1)

@@ -25,7 +25,7 @@ import time
 import traceback
 from pathlib import Path
 
-__all__ = ["missing_protection"]
+__all__ = ["missing_protection", "watch"]
 
 MACHINE = ("Linux", "x86_64")
 _ALLOWED = (
@@ -210,12 +210,23 @@ def _execute(request: dict, folder: Path, out: int, err: int, confined: bool) ->
         os._exit(code & 0xFF)
 
 
-def _usage(pid: int, folder: Path) -> tuple[int, int]:
-    """Returns the threads of a process, and the bytes of the files in its folder."""
-    try:
-        threads = sum(1 for _ in Path(f"/proc/{pid}/task").iterdir())
-    except OSError:
-        threads = 0
+def _usage(pid: int, folder: Path, most: float) -> tuple[int, float, int]:
+    """Returns the threads and the memory in MB of a process and all below it, and the bytes of the files in a
+    folder.
+
+    Args: most: threads are not counted further, so that the look at a fork bomb is quick.
+    """
+    threads, pages, todo = 0, 0, [pid]
+    while todo and threads <= most:
+        process = Path(f"/proc/{todo.pop()}")
+        try:
+            used, shared = (process / "statm").read_text().split()[1:3]
+            pages += int(used) - int(shared)
+            for task in (process / "task").iterdir():
+                threads += 1
+                todo += map(int, (task / "children").read_text().split())
+        except OSError:  # it has ended
+            continue
     size, folders = 0, [folder]
     while folders:
         try:
@@ -226,7 +237,7 @@ def _usage(pid: int, folder: Path) -> tuple[int, int]:
                     size += entry.stat(follow_symlinks=False).st_blocks * 512
         except OSError:
             continue
-    return threads, size
+    return threads, pages * resource.getpagesize() / 2**20, size
 
 
 def _run(request: dict, confined: bool) -> dict:
@@ -247,14 +258,19 @@ def _run(request: dict, confined: bool) -> dict:
                 os._exit(97)
         os.close(out_end)
         os.close(err_end)
-        return _watch(pid, out, err, folder, limits)
+        return watch(pid, out, err, folder, limits)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _watch(pid: int, out: int, err: int, folder: Path, limits: dict[str, float]) -> dict:
-    """Reads a program's output until it ends or goes beyond a limit, and then kills it."""
-    begun = time.monotonic()
+def watch(pid: int, out: int, err: int, folder: Path, limits: dict[str, float], *, is_tree: bool = False) -> dict:
+    """Reads a program's output until it ends or goes beyond a limit, and then kills it.
+
+    Args: pid: a child of this process. out, err: the ends of pipes, which are closed. folder: the program's. limits: a
+        SandboxLimits. is_tree: the memory is that of all processes below it, as it was seen.
+    Returns: the fields of a SandboxResult.
+    """
+    begun, most_seen = time.monotonic(), 0.0
     texts, room, stopped = {out: bytearray(), err: bytearray()}, int(limits["output_bytes"]), None
     open_ends, next_look = {out, err}, 0.0
     while stopped is None:
@@ -277,10 +293,10 @@ def _watch(pid: int, out: int, err: int, folder: Path, limits: dict[str, float])
                 break
         elif time.monotonic() >= next_look:
             next_look = time.monotonic() + _POLL_S
-            threads, size = _usage(pid, folder)
-            stopped = (
-                "threads" if threads > limits["threads"] else "files" if size > limits["files_mb"] * 2**20 else None
-            )
+            threads, memory, size = _usage(pid, folder, limits["threads"])
+            most_seen = max(most_seen, memory)
+            used_now = {"threads": threads, "memory_mb": memory, "files_mb": size / 2**20}
+            stopped = next((n.removesuffix("_mb") for n, value in used_now.items() if value > limits[n]), None)
     if stopped is not None:
         os.kill(pid, signal.SIGKILL)
     _, status, used = os.wait4(pid, 0)
@@ -297,7 +313,7 @@ def _watch(pid: int, out: int, err: int, folder: Path, limits: dict[str, float])
         "stdout": texts[out][:room].decode("utf-8", "replace"),
         "stderr": texts[err][:room].decode("utf-8", "replace"),
         "seconds": time.monotonic() - begun,
-        "memory_mb": used.ru_maxrss / 1024,
+        "memory_mb": most_seen if is_tree else used.ru_maxrss / 1024,
     }
 
 

@@ -232,7 +232,9 @@ class _AgentHandler(ApiHandler):
     def _call(self, path: str, body: bytes) -> None:
         """Gives a call to its episode, and sends the answer."""
         body_class, call_class = ROUTES[path]
-        fields = self.server.model.without_own_settings(self._read_json(body))
+        model = self.server.model
+        assert isinstance(model, RunModel)
+        fields = model.without_own_settings(self._read_json(body))
         call = AgentCall(call_class, body_class.model_validate(fields))
         self._inbox.put(call)
         while not call.wait(POLL_S):
