@@ -11,6 +11,7 @@ is printed for each:
     sent                         collectives of one update by kind: calls and MB of their results on a rank
     peak_mb                      of each rank: resident memory in the updates above what it held before
     imbalance                    see perf/rank_imbalance
+    kv_mb, weights_mb            of each rank in a rollout of the same number of prompts and completions, 64 tokens each
     gradient_error               the largest difference to the first mesh, by the largest number of the tensor
 
 Processes that share cores show bytes and shares, not speed-up. The last line printed is the result as JSON.
@@ -184,8 +185,33 @@ def run_process(job: dict[str, Any]) -> None:
     tokens = int(batch.prefix_lengths.sum()) + batch.num_tokens
     own |= {"tokens_per_s": tokens / update, "update_s": update, **seconds, "peak_mb": peaks}
     own["imbalance"] = worker.pop_imbalance()
+    own |= hold_rollout(job, ranks)
     if ranks.is_writer:
         torch.save((own, gradients), Path(job["folder"]) / "result.pt")
+
+
+def hold_rollout(job: dict[str, Any], ranks: Any) -> dict[str, list[float]]:
+    """Samples on the mesh. Returns: MB of each rank's KV cache, and of the weights that it samples with."""
+    import whet
+    from whet.config import OptimConfig
+
+    _, context, replicas, tensor = job["mesh"]
+    training = whet.RLTrainingConfig(
+        actor_optimizer=OptimConfig(lr=1e-5),
+        context_parallel_size=context,
+        data_parallel_replicate_size=replicas,
+        tensor_parallel_size=tensor,
+    )
+    rollout = whet.RolloutConfig(max_tokens_to_generate=64, temperature=1.0)
+    config = whet.ClusterConfig(rollout_engine="embedded", rollout_config=rollout, training_config=training)
+    cluster = whet.RLCluster(actor=job["model"], tokenizer=tasks.char_tokenizer(), cluster_config=config)
+    encode: Any = cluster.encoder()
+    prompts = [encode({"prompt": "1234567+" * 8}, i) for i in range(job["groups"])]
+    cluster.sample(prompts, num_generations=job["completions"])
+    engine: Any = cluster.engine
+    with cluster.actor.rollout_weights(parts=tensor > 1):
+        weights = sum(p.nbytes for p in cluster.actor.module.parameters())
+    return {"kv_mb": ranks.all_gather(engine.kv_bytes / 1e6), "weights_mb": ranks.all_gather(weights / 1e6)}
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------

@@ -36,7 +36,13 @@ def unfused_model():
     return Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, sliding_window=8, pad_token_id=0, eos_token_id=1))
 
 
-MODELS = {"fused": tiny_model, "one KV head": biased_model, "module": unfused_model, "adapter": adapted_model}
+MODELS = {
+    "fused": tiny_model,
+    "one KV head": biased_model,
+    "module": unfused_model,
+    "adapter": adapted_model,
+    "bf16": lambda: tiny_model().bfloat16(),
+}
 
 
 def two_turns(calls, fails):

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import gap, random_batch, tiny_model, weights_of
+from helpers import gap, prompt, random_batch, tiny_model, weights_of
 from transformers import Qwen3ForSequenceClassification, Qwen3ForTokenClassification
 
 import whet.tunix
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError
 from whet.learners import grpo
+from whet.learners.step import Step
 from whet.tunix import (
     CheckpointingOptions,
     ClusterConfig,
@@ -387,6 +388,10 @@ def test_a_generation_from_nothing_has_its_rewards_logged():
     two = cluster(mini_batch_size=1)  # two updates a step: the second is compared with the policy before the first
     run = learner(two, Own).train(ROWS)
     assert two.actor_trainer.train_steps == 4 and run.rows[0]["is_ratio/max"] > 1 + 1e-6
+    padded = dataclasses.replace(example(), completion_mask=torch.tensor([[1, 1, 1], [1, 0, 0]]))
+    (group,) = learner(c, Own)._groups(Step(index=1, prompts=[prompt("a")]), padded)
+    found = [(c.tokens.tolist(), c.finish_reason) for c in group.completions]
+    assert found == [([65, 66, EOS], "stop"), ([67], "length")]
     short = type("Short", (Own,), {"_generate_and_compute_advantage": lambda self, given, mode: example()})
     with pytest.raises(DataError, match="returned 2 rows for 2 prompts of 2 generations"):
         learner(cluster(), short).train(ROWS)

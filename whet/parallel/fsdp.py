@@ -76,6 +76,8 @@ class FSDPPlacement(Placement):
         self._engine_weights = EngineWeights()
         self._partial: set[str] = set()
         """The parameters whose gradients are to be summed over the ranks that divide matrices."""
+        self._copied: set[str] = set()
+        """The parameters whose gradients have been summed over these ranks, though each had all of it."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -105,7 +107,7 @@ class FSDPPlacement(Placement):
         backbone: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
         names = {part: name for name, part in module.named_modules()}
         if self.mesh.tensor is not None:
-            self._partial.update(share_head(module, self.mesh.tensor.get_group()))
+            self._copied.update(share_head(module, self.mesh.tensor.get_group()))
         for part in (*backbone.layers, module):
             if only_on_writer:
                 whole = (p for p in part.parameters() if not isinstance(p, DTensor))  # layers are sharded by then
@@ -113,7 +115,7 @@ class FSDPPlacement(Placement):
             if self.mesh.tensor is not None and part is not module:
                 partial = divide_layer(backbone, part, self.mesh.tensor)
                 self._partial.update(f"{names[part]}.{name}" for name in partial)
-            fully_shard(part, mesh=self.mesh.fsdp, mp_policy=policy)
+            fully_shard(part, mesh=self.mesh.outside if part is module else self.mesh.fsdp, mp_policy=policy)
         for part in _parts(module):  # both calls: gloo can't do the first alone, and the second alone is a mean
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
@@ -125,8 +127,10 @@ class FSDPPlacement(Placement):
     def during(self, phase: Phase) -> Iterator[None]:
         """See Placement. After a pass without gradient the root would keep plain parameters, not the optimizer's."""
         if phase == "step" and self.mesh.tensor is not None and self._optim is not None:
-            partial = [m.grad for name, m in self._optim.masters.items() if name in self._partial]
-            sum_gradients([g for g in partial if g is not None], self.mesh.tensor.get_group())
+            grads = {name: m.grad for name, m in self._optim.masters.items() if m.grad is not None}
+            sum_gradients([g for name, g in grads.items() if name in self._partial], self.mesh.tensor.get_group())
+            for name in self._copied & grads.keys():
+                _local(grads[name]).div_(self.mesh.tensor_size)
         try:
             yield
         finally:
@@ -237,12 +241,12 @@ class FSDPPlacement(Placement):
     def grad_norm(self, grads: Sequence[Tensor], local: Callable[[Sequence[Tensor]], float]) -> float:
         """See Placement: the norm of the norms of the shards; other ranks may have copies of them.
 
-        Of the ranks that divide matrices, the first counts what all of them have.
+        Of the ranks that divide matrices, the first counts what all of them have: the norms in the layers.
         """
         tensor = self.mesh.tensor
         if tensor is not None and tensor.get_local_rank() > 0:
             grads = [g for g in grads if _is_divided(g)]
-        own = local([g.to_local() if isinstance(g, DTensor) else g for g in grads])
+        own = local([_local(g) for g in grads])
         norms = self.ranks.all_gather(own)[: self.mesh.num_shards]
         return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64)))
 
@@ -251,10 +255,14 @@ def _parts(module: nn.Module) -> list[FSDPModule]:
     return [x for x in module.modules() if isinstance(x, FSDPModule)]
 
 
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
 def _is_divided(grad: Tensor) -> bool:
-    """Returns whether tensor parallelism divides a tensor. Its axis is the last one of the mesh."""
+    """Returns whether the ranks that divide matrices have different parts. Their axis is the last one of the mesh."""
     named = grad.device_mesh.mesh_dim_names if isinstance(grad, DTensor) else None
-    return bool(named) and named[-1] == "tensor" and grad.placements[-1].is_shard()  # pyright: ignore
+    return bool(named) and named[-1] in ("tensor", "every") and grad.placements[-1].is_shard()  # pyright: ignore
 
 
 def _call(self: nn.Module, fn: Callable[[], Any]) -> Any:

@@ -9,6 +9,8 @@
     embedding, other norms              whole, with the same gradient on each process
     head                                whole; each process computes the logits of some targets, so the gradients of the
                                         head and of the last hidden states are summed over the processes
+    shards of embedding, last norm      over these processes too, which FSDP sums the gradients over; that of what has
+    and head                            the same gradient on each is divided by their number
 
 Rows and columns are those of torch's weight [out, in]. Megatron and transformers name the transpose: by rows is their
 colwise, by columns their rowwise. Of an adapter B A, B is divided beside a layer that is divided by rows, A beside one
@@ -56,6 +58,10 @@ __all__ = [
 
 COLWISE, ROWWISE, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """The parts of a plan that are carried out, by transformers' names."""
+INSTEAD = (
+    "set it to 1: FSDP shards these layers all the same, and trainer.context_parallel_size divides the tokens of a pass"
+)
+"""What to do where matrices can't be divided."""
 KV_PROJECTIONS = ("k_proj", "v_proj")
 """The layers whose outputs are KV heads, by transformers' names."""
 
@@ -71,7 +77,7 @@ def check_tensor_parallel(module: nn.Module, size: int, name: str) -> None:
     setting = f"trainer.tensor_parallel_size={size}"
     if not _plan_of(backbone):
         raise ConfigError(
-            f"{setting} divides layers by transformers' tensor-parallel plan, and {name} has none; set it to 1"
+            f"{setting} divides layers by transformers' tensor-parallel plan, and {name} has none; {INSTEAD}"
         )
     heads = backbone.config.num_attention_heads
     _check_divides(f"{name} has {heads} attention heads", heads, size)
@@ -80,7 +86,7 @@ def check_tensor_parallel(module: nn.Module, size: int, name: str) -> None:
         for path, style in plan.items():
             where = f"layers.{i}.{path}"
             if reason := _unsupported_reason(layer.get_submodule(path), style):
-                raise ConfigError(f"{setting} can't divide {name}: {where} {reason}; set it to 1")
+                raise ConfigError(f"{setting} can't divide {name}: {where} {reason}; {INSTEAD}")
             if style != PARTIAL:
                 linear = plain_linear(layer.get_submodule(path))
                 assert linear is not None, "other layers are refused above"
@@ -92,7 +98,7 @@ def check_tensor_parallel(module: nn.Module, size: int, name: str) -> None:
         if rest := _unplanned(layer, plan):
             raise ConfigError(
                 f"{setting} can't divide {name}: transformers' plan divides its neighbours and leaves out "
-                f"layers.{i}.{rest}; set it to 1"
+                f"layers.{i}.{rest}; {INSTEAD}"
             )
 
 
@@ -204,12 +210,11 @@ def divide_layer(backbone: Any, layer: nn.Module, mesh: DeviceMesh) -> list[str]
 def share_head(module: nn.Module, group: dist.ProcessGroup) -> list[str]:
     """Makes the gradients right of a model whose processes each compute the logits of their own targets.
 
-    The gradient of the last hidden states is summed over the processes in each pass, those of the heads once per
-    update. Where the head is the embedding too, its gradient as an embedding, which is whole on each process, is
-    divided by their number before that sum.
+    The gradient of the last hidden states is summed over the processes in each pass. Where the head is the embedding
+    too, its gradient as an embedding, which is whole on each process, is divided by their number.
 
     Args: module: whole; its passes take a micro-batch of `take_targets`. group: the processes.
-    Returns: names of parameters whose gradients are to be summed over the processes.
+    Returns: names of parameters outside the layers whose gradients are the same on each process.
     """
     size = group.size()
     backbone: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
@@ -223,7 +228,8 @@ def share_head(module: nn.Module, group: dist.ProcessGroup) -> list[str]:
     backbone.register_forward_hook(sum_of_states)
     if id(embedding.weight) in heads and embedding.weight.requires_grad:
         embedding.register_forward_hook(lambda _, inputs, output: _ForBackward.apply(output, lambda grad: grad / size))
-    return [name for name, p in module.named_parameters() if id(p) in heads]
+    others = heads | {id(p) for p in backbone.layers.parameters()}
+    return [name for name, p in module.named_parameters() if id(p) not in others]
 
 
 class _ForBackward(torch.autograd.Function):

@@ -341,7 +341,7 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
     dtype is there during the rollout, or with tensor parallelism a process's part of it; during the update, embedding,
     norm and head, one layer, and the next one.
     Gradients are whole between the passes of an update, and become shards as the last pass goes through the layers, or
-    as each pass does (sync_each_microbatch). Tensor parallelism divides layers, and leaves embedding and head whole.
+    as each pass does (sync_each_microbatch). Tensor parallelism divides layers; embedding and head are whole in passes.
     """
     own_critic = isinstance(config, PPORunConfig) and not (config.critic and config.critic.model == "actor")
     models, role = (2 if own_critic else 1), _trained_role(config)
@@ -359,7 +359,7 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
         outside = sizes.parameters - sizes.layers * sizes.layer_parameters
         layer = sizes.layer_parameters / tensor
         divided = (outside + sizes.layers * layer) / sizes.parameters  # the share that tensor parallelism leaves
-        held = divided * tensor / shards
+        held = 1 / shards
         whole = float(sizes.parameters)
         if tensor > 1:  # a rollout with whole matrices also has what they are gathered from
             whole *= divided if _divides_rollout(config) else 1 + divided

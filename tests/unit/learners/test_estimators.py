@@ -119,6 +119,7 @@ def test_greedy_rewards_of_parts_are_those_of_the_whole():
     assert whole.greedy.tolist() == pytest.approx([0.5, NAN, 3.0], nan_ok=True)
     assert whole.metrics["greedy/reward"].value == pytest.approx(1.75) and whole.metrics["greedy/tokens"].value == 3.0
     assert whole.select([2, 0]).greedy.tolist() == [3.0, 0.5]
+    assert RewardBatch.cat([parts[0], judged([2.0])]).greedy is None  # not of each group
     with pytest.raises(DataError, match="1 greedy completions for 2 groups"):
         judged([1.0, 0.0]).with_greedy(judged([1.0]))
 

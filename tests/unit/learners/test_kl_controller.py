@@ -3,11 +3,12 @@ import functools
 
 import pytest
 import torch
-from helpers import cluster, gap, length_reward, rows, same, tiny_model, weights_of
+from helpers import cluster, gap, length_reward, random_batch, rows, same, tiny_model, weights_of
 
 from whet.config import DataConfig, GRPOConfig
 from whet.errors import ConfigError, EngineError
 from whet.learners.grpo import GRPOLearner
+from whet.learners.kl_penalty import kl_penalty_in_reward
 from whet.learners.step import Step
 from whet.ops import grpo_advantages, high_entropy_mask, rloo_advantages
 from whet.rollout.base import EngineCaps
@@ -44,6 +45,15 @@ def test_kl_in_the_reward_is_paid_before_the_estimator_and_after_the_clip(estima
     total = rewards + torch.zeros(16, dtype=torch.float64).index_add(0, batch.sequence, paid)
     known = {"grpo": grpo_advantages, "rloo": rloo_advantages}[estimator](total, batch.group_of)
     torch.testing.assert_close(batch.advantages, known[batch.sequence], atol=1e-5, rtol=0)
+
+
+def test_kl_in_the_reward_is_added_to_the_rewards_of_tokens():
+    x = random_batch((3, [2, 1]))
+    own, old = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([-1.0, -2.0, -3.0])
+    batch = x.replace(token_rewards=own, old_logprobs=old, ref_logprobs=torch.full((3,), -2.0))
+    config = GRPOConfig(beta=0.1, kl_type="reward", kl_loss_mode="kl")
+    found = kl_penalty_in_reward(config, batch, 0.1).token_rewards
+    torch.testing.assert_close(found, torch.tensor([0.4, 0.0, 2.1]))
 
 
 def test_kl_in_the_advantage_is_taken_after_the_estimator():
@@ -145,6 +155,14 @@ MOVING_NUMBERS = {
     "use_adaptive_entropy": True,
     "entropy_target": 2.0,
 }
+
+
+def test_the_reference_moves_at_the_end_of_every_so_many_steps(monkeypatch):
+    made, moved = learner(**MOVING_REFERENCE), []
+    note = lambda weights, mixup_alpha: moved.append(mixup_alpha)
+    monkeypatch.setattr(made.cluster.worker("reference"), "load_weights", note)
+    found = [made.sync_ref_model(step) or len(moved) for step in range(1, 6)]
+    assert found == [0, 1, 1, 2, 2] and set(moved) == {0.5}
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(tmp_path):

@@ -169,6 +169,12 @@ def test_padded_rows_may_fill_the_budget_to_the_last_place():
     assert rows(24) == [4] and rows(23) == [2, 2] and rows(12) == [2, 2] and rows(11) == [1] * 4
 
 
+def test_units_under_one_prompt_are_parted_where_they_are_too_many_sequences():
+    b = batch((5, [3, 4, 3, 4])).replace(unit_of=torch.tensor([0, 1, 0, 1]))
+    micros = plan_micro_batches(b, max_tokens=100, max_sequences=3)
+    assert sorted(sorted(m.sequences.tolist()) for m in micros) == [[0, 2], [1, 3]]
+
+
 def test_the_plan_is_the_same_every_time():
     b = batch((3, [4, 3]), (9, [1, 8, 2]), (3, [4, 3]))
     plans = [[m.sequences.tolist() for m in plan_micro_batches(b, max_tokens=18)] for _ in range(3)]

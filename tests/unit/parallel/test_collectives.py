@@ -116,7 +116,10 @@ def test_tensor_parallelism_sums_twice_a_layer_forward_and_twice_backward(proces
     sent = counts(lambda: worker.forward_backward(batch, loss))
     assert sent == {"allgather_base": passes * (2 * LAYERS + 1), "reduce_scatter_base": LAYERS + 1,
                     "allreduce": passes * (LAYERS * 4 + 2)}  # fmt: skip
-    assert counts(worker.optim_step) == {"allreduce": 1}  # of the gradients of all norms of q and k, and of the head
+    assert counts(worker.optim_step) == {"allreduce": 1}  # of the gradients of all norms of q and k
+    shards = {name: p.to_local().numel() / p.numel() for name, p in worker.module.named_parameters()}
+    assert shards["model.embed_tokens.weight"] == shards["model.norm.weight"] == 1 / SIZE  # also over these ranks
+    assert shards["model.layers.0.self_attn.q_proj.weight"] == 1 / SIZE
     micro = worker.micro_batches(batch, None)[0]
     part, size = worker.placement.split_tokens(micro), len(micro.targets)
     assert len(part.hidden_index) == len(part.targets) == -(-size // 2) and part.input_ids is micro.input_ids

@@ -333,8 +333,17 @@ def test_a_scheduler_is_given_by_name_least_rate_and_warmup(verb):
     made = translate_command(verb, [*LATER[verb], *words, f"{role}.scheduler.warmup_ratio=0.25"])
     optim = at(made, f"{TRAINED[verb]}.optim")
     assert (optim.schedule, optim.warmup_ratio, optim.schedule_kwargs) == ("cosine_with_min_lr", 0.25, {"min_lr": 1e-8})
-    constant = at(translate_command(verb, [*LATER[verb], f"{role}.scheduler.name=constant"]), f"{TRAINED[verb]}.optim")
+    words = [f"{role}.scheduler.name=constant", f"{role}.scheduler.min_lr=null"]
+    constant = at(translate_command(verb, [*LATER[verb], *words]), f"{TRAINED[verb]}.optim")
     assert (constant.schedule, constant.schedule_kwargs) == ("constant", {})
+
+
+@pytest.mark.parametrize(("updates", "of_critic"), [(1, 12), (5, 2), (20, 1)])
+def test_the_critic_of_july_2025_has_twelve_updates_or_the_multiple_of_the_actors_below(updates, of_critic):
+    words = ["actor.model_name=m", "data.path=d.jsonl", "data.prompts_per_rollout=20", "rollout.env_path=env.py"]
+    words += ["rollout.train_sampling_params.max_new_tokens=16", "adv.estimator=gae"]
+    made = translate_command("ppo", [*words, f"actor.update_per_rollout={updates}"])
+    assert made.algo.critic_updates == of_critic
 
 
 def test_the_critic_of_ppo_has_a_scheduler_of_its_own():

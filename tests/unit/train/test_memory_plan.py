@@ -437,7 +437,7 @@ def test_several_processes_share_what_the_mesh_says(tmp_path):
     assert plan_memory(load_run(words[:3]), sizes, num_processes=8, memory=80 * GB).peak <= 80 * GB
     divided, layer = parts(mesh("tensor_parallel", 4)), sizes.layer_parameters
     outside = sizes.parameters - sizes.layers * layer
-    assert divided["shards of weights"].update == 4 * (outside / 2 + sizes.layers * layer / 8)
+    assert divided["shards of weights"].update == 4 * sizes.parameters / 8
     assert divided["gathered weights"].update == 2 * (outside + 2 * layer / 4)
     assert divided["gathered weights"].rollout == 2 * (outside + sizes.layers * layer / 4)
     assert divided["KV cache"].rollout == one["KV cache"].rollout / 4
