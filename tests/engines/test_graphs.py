@@ -206,6 +206,14 @@ def test_turns_of_conversations_are_copied_from_a_pool_and_into_one_within_its_b
     assert runs[0] == runs[1] and engine.stats().reused > 0 and (bound is None or most <= bound)
 
 
+def test_a_model_whose_steps_are_not_captured_is_said_with_the_reason(caplog):
+    engine = EmbeddedEngine(build("qwen3_moe", gain=3.0))
+    with caplog.at_level(logging.WARNING, "whet"):
+        engine._use_pool_if_it_fits()
+    assert "not captured, which makes a rollout several times slower: the backbone is module (" in caplog.text
+    assert engine.backends["steps"].startswith("eager (the backbone is module (")
+
+
 def test_without_a_bound_the_pool_takes_what_is_free_and_refuses_what_never_fits(monkeypatch):
     model = build(gain=3.0)
     free = 200 * kv_bytes_per_token(model.config, 4) / pool_runner.KV_SHARE + 1

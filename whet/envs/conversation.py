@@ -206,8 +206,11 @@ class Conversation:
         Raises: RewardError: one raised, or was late; the episode was late already.
         """
         result: Any = None
-        call = next(calls)
         while True:
+            try:
+                call = calls.send(result)
+            except StopIteration as returned:
+                return returned.value
             rest, limit = end - time.monotonic(), math.inf if call.timeout_s is None else call.timeout_s
             if rest <= 0:
                 late = f"the episode has not ended within {self.episode_timeout_s} s, and its environment was not late"
@@ -222,10 +225,6 @@ class Conversation:
                 raise
             except BaseException as error:  # SystemExit too: it is the user's code
                 raise error_from_exception(call.name, error, __file__) from error
-            try:
-                call = calls.send(result)
-            except StopIteration as returned:
-                return returned.value
 
 
 def _waiting(call: ExternalCall) -> Generator[ExternalCall, Any, Any]:
