@@ -234,7 +234,7 @@ class Broken(Guess):
     [
         ("reset", "reset of Broken raised AssertionError: no game today", 0),
         ("step", "step of Broken raised ZeroDivisionError", 1),
-        ("form", "step of Broken returned 5; return a list of messages", 1),
+        ("form", "step of Broken returned 5; return a text or a list of messages", 1),
         ("reward", "get_reward of Broken returned 'much'; return a finite number", 1),
     ],
 )
