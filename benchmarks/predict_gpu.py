@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_iter
 from whet.config import RoleConfig
 from whet.models import varlen
 from whet.models.attention import ATTENTION
+from whet.models.rotary import rotate
 from whet.rollout.base import Request, Sampling
 from whet.rollout.engine.engine import EmbeddedEngine
 from whet.train.memory_plan import ModelSizes, ShapesLayout, measure_model
@@ -157,6 +158,7 @@ class _Layout(ShapesLayout):
 def pass_kernels(layers: int) -> int:
     """Kernels of a forward and backward pass of a Qwen3 on the meta device, without the head."""
     import transformers
+    from transformers.models.qwen3 import modeling_qwen3
 
     config = transformers.Qwen3Config(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
@@ -169,7 +171,7 @@ def pass_kernels(layers: int) -> int:
     for norm in norms:
         norm.forward = lambda x, norm=norm: _Norm.apply(x, norm.weight)
     layout, ids = _Layout(64), torch.zeros(1, 64, dtype=torch.long, device="meta")
-    with Kernels() as kernels:
+    with Kernels() as kernels, mock.patch.object(modeling_qwen3, "apply_rotary_pos_emb", rotate):
         out = model.model(input_ids=ids, position_ids=layout.position_ids, whet_layout=layout, use_cache=False)
         out.last_hidden_state.sum().backward()
     return kernels.count + 3 * layers + 3 * len(norms)  # attention forward, and two kernels backward; norms too

@@ -14,9 +14,11 @@ from cuda_standin import FixedMemory, Machine
 from tiny import build, prompts, requests, run
 
 from tests.varlen_standin import varlen_attn
+from whet.config.lora import LoraConfig
 from whet.errors import EngineError
 from whet.models import varlen
 from whet.models.config_sizes import kv_bytes_per_token
+from whet.models.load import load_model
 from whet.rollout.base import Sampling
 from whet.rollout.engine import EmbeddedEngine, pool_runner, scheduler
 from whet.rollout.engine.cuda_graph import StepGraphs
@@ -206,6 +208,14 @@ def test_turns_of_conversations_are_copied_from_a_pool_and_into_one_within_its_b
     assert runs[0] == runs[1] and engine.stats().reused > 0 and (bound is None or most <= bound)
 
 
+def test_a_model_whose_steps_are_not_captured_is_said_with_the_reason(caplog):
+    engine = EmbeddedEngine(build("qwen3_moe", gain=3.0))
+    with caplog.at_level(logging.WARNING, "whet"):
+        engine._use_pool_if_it_fits()
+    assert "not captured, which makes a rollout several times slower: the backbone is module (" in caplog.text
+    assert engine.backends["steps"].startswith("eager (the backbone is module (")
+
+
 def test_without_a_bound_the_pool_takes_what_is_free_and_refuses_what_never_fits(monkeypatch):
     model = build(gain=3.0)
     free = 200 * kv_bytes_per_token(model.config, 4) / pool_runner.KV_SHARE + 1
@@ -292,6 +302,24 @@ def test_graphs_are_captured_once_and_serve_updates_sleeps_and_other_samplings(m
     engine.close()
     assert machine.destroyed == machine.captured and not machine.live and machine.pools == 0
     assert machine.device == 0 and machine.stream is None
+
+
+def test_graphs_read_adapters_as_they_are_now_also_where_they_have_moved(machine):
+    loaded = load_model(small().bfloat16(), dtype=torch.bfloat16, lora=LoraConfig(r=4))
+    adapter = [p for n, p in loaded.module.named_parameters() if "lora_" in n]
+    work, drawn = requests(prompts((3, 40)), Sampling(max_tokens=12), group=3), []
+    for engine in (pooled(loaded), on_gpu(loaded)):
+        for version in range(3):
+            torch.manual_seed(version)
+            for p in adapter:
+                torch.nn.init.normal_(p, std=0.3)
+                if version == 2:  # what offloading does
+                    p.data = p.data.clone()
+            engine.update_weights(version)
+            drawn.append({i: o.tokens.tolist() for i, o in run(engine, work).items()})
+            assert machine.destroyed == 0 or version == 2
+    assert drawn[:3] == drawn[3:] and drawn[0] != drawn[1] != drawn[2]
+    assert machine.captured == 2 * machine.destroyed == 2  # one, and again where tensors have moved
 
 
 def test_memory_that_moves_costs_captures_and_no_tokens(machine):

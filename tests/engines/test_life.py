@@ -389,14 +389,24 @@ def test_occupancy_is_the_share_of_the_batch_and_of_the_cache(model):
 
 def test_those_expected_to_be_longest_start_first_and_the_order_changes_no_token(model):
     work = requests(prompts((5, 6, 7, 8)), Sampling(max_tokens=8))
-    guessed = [replace(r, expected=e) for r, e in zip(work, (3, 8, None, 5))]
+    guessed = [replace(r, expected=e) for r, e in zip(work, (3, 99, None, 5))]
     want = run(EmbeddedEngine(model, max_batch=1), work)
     engine, order = EmbeddedEngine(model, max_batch=1), []
     engine.submit(guessed)
     while outputs := engine.step():
         order += [o.id for o in outputs]
         assert all(o.tokens.tolist() == want[o.id].tokens.tolist() for o in outputs)
-    assert order == [2, 1, 3, 0]  # 8 tokens (the longer prompt first), 8, 5, 3
+    assert order == [2, 1, 3, 0]  # 8 tokens (the longer prompt first; no more can come), 8, 5, 3
+
+
+def test_requests_that_an_update_takes_out_of_the_batch_wait_in_their_order(model):
+    engine, work = EmbeddedEngine(model), requests(prompts((5, 6, 7)), Sampling(max_tokens=40))
+    engine.submit(work)
+    engine.step(timeout_s=0.0)
+    order = [flight.request.id for flight, _ in engine._rows.all]
+    engine.update_weights(1)
+    assert [flight.request.id for flight in engine._scheduler.queue] == order and len(order) == 3
+    engine.abort(order)
 
 
 def test_a_stop_string_ends_a_stream_with_the_token_that_completes_it(model):

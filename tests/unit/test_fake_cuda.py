@@ -63,7 +63,7 @@ def run(device, *cases):
     """The counts of each case."""
     command = [sys.executable, str(TESTS / "fake_cuda.py"), device, *cases]
     out = subprocess.run(
-        command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=1700, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     lines = [json.loads(line) for line in out.stdout.splitlines()]
     assert [line["case"] for line in lines] == list(cases), out.stderr[-2000:]
@@ -125,7 +125,7 @@ def test_nothing_waits_for_the_device_inside_a_step(device):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "kind, names",
     [("engine", ENGINE), ("update", UPDATES), ("learner", LEARNERS), ("learner", OTHER_LOSSES)],

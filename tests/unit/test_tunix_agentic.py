@@ -155,6 +155,8 @@ def test_a_subclass_may_create_the_pair_and_a_parser_of_one_s_own_writes_the_con
         def parse(self, messages, add_generation_prompt=False, is_first_msg=False):
             return "|".join(message["content"] for message in messages)
 
+    assert parser.QwenChatTemplateParser(tokenizer()).parse([{"role": "user", "content": "a"}]) == "u:a\n"
+
     class Mine(AgenticGRPOLearner):
         pairs = 0
 

@@ -396,7 +396,8 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
     (
         "chat parsers (`QwenChatTemplateParser` and others)",
         "differs",
-        "`ChatTemplateParser(tokenizer)` writes by the tokenizer's own template; one of yours, with `parse`, works",
+        "each is `ChatTemplateParser(tokenizer)`, which writes by the tokenizer's own template; one of yours, with "
+        "`parse`, works",
     ),
     ("trajectories as CSV", "differs", "the run folder's completions/*.parquet has the turns of each episode"),
     ("data queues, resharding", "refused", "nothing is queued, resharded or awaited"),

@@ -196,7 +196,7 @@ class Conversation:
             assert interact is not None
             call = ExternalCall(function=lambda: interact(copied), name=name, timeout_s=self.timeout_s)
             answer = yield from ask("interact", _waiting(call))
-        _check_messages(answer, name)
+        _check_messages(answer, name, of_class=instance is not None)
         return [dict(m) for m in answer]
 
     def _told(self, calls: Generator[ExternalCall, Any, Any], end: float) -> Generator[ExternalCall, Any, Any]:
@@ -206,8 +206,11 @@ class Conversation:
         Raises: RewardError: one raised, or was late; the episode was late already.
         """
         result: Any = None
-        call = next(calls)
         while True:
+            try:
+                call = calls.send(result)
+            except StopIteration as returned:
+                return returned.value
             rest, limit = end - time.monotonic(), math.inf if call.timeout_s is None else call.timeout_s
             if rest <= 0:
                 late = f"the episode has not ended within {self.episode_timeout_s} s, and its environment was not late"
@@ -222,22 +225,17 @@ class Conversation:
                 raise
             except BaseException as error:  # SystemExit too: it is the user's code
                 raise error_from_exception(call.name, error, __file__) from error
-            try:
-                call = calls.send(result)
-            except StopIteration as returned:
-                return returned.value
 
 
 def _waiting(call: ExternalCall) -> Generator[ExternalCall, Any, Any]:
     return (yield call)
 
 
-def _check_messages(messages: Any, name: str) -> None:
-    """Raises RewardError unless these are valid messages of an environment."""
+def _check_messages(messages: Any, name: str, *, of_class: bool) -> None:
+    """Raises RewardError unless these are valid messages of an environment. Args: of_class: of a class's step."""
     if not isinstance(messages, list | tuple):
-        raise RewardError(
-            f"{name} returned {format_value(messages, 80)}; return a list of messages, or [] to end the episode"
-        )
+        forms = "a text or a list of messages, or None" if of_class else "a list of messages, or []"
+        raise RewardError(f"{name} returned {format_value(messages, 80)}; return {forms} to end the episode")
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise RewardError(

@@ -16,8 +16,9 @@
         def get_reward(self):                      # of the episode, besides those of turns; None = not applicable
             ...
 
-Each method is optional, and plain or async. Each episode has an instance of its own, which keeps its state. An
-attribute `done` that is true after a turn ends the episode. Left out on purpose: images.
+Each method is optional, and plain or async. Each episode has an instance of its own, which keeps its state. A list
+`tools` of the class has further tools, which all episodes share. An attribute `done` that is true after a turn ends the
+episode. Left out on purpose: images.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class EnvironmentClass:
 
     Args: kind: the class, which is called without arguments for each episode.
     Raises: ConfigError: the class needs arguments; a tool without type hints or a docstring; neither tools nor step nor
-        get_reward.
+        get_reward; tools that are no list.
 
     >>> class Dice:
     ...     def roll(self, sides: int) -> int:
@@ -98,9 +99,17 @@ class EnvironmentClass:
         except ValueError:  # a builtin has no signature
             pass
         names = method_names(kind)
-        self.tool_names = [name for name in names if name not in NOT_TOOLS]
+        self.method_names = [name for name in names if name not in NOT_TOOLS]
         nobody = object()  # the schemas need bound methods, not an instance
-        self.tools = Tools([inspect.getattr_static(kind, n).__get__(nobody, kind) for n in self.tool_names])
+        shared = getattr(kind, "tools", ()) if "tools" not in names else ()
+        if not isinstance(shared, list | tuple | Tools):
+            raise ConfigError(
+                f"environment {self.name} has tools = {format_value(shared, 60)}; give a list of functions and Tools "
+                "that its episodes share, or name the attribute otherwise"
+            )
+        methods = [inspect.getattr_static(kind, n).__get__(nobody, kind) for n in self.method_names]
+        self.tools = Tools([*methods, *shared])
+        self.tool_names = list(self.tools.functions)
         self.has_step, self.has_turn_reward = "step" in names, "get_turn_reward" in names
         self.has_final_reward = "get_reward" in names
         if not self.tool_names and not self.has_step and not self.has_reward:
@@ -161,8 +170,8 @@ class EnvironmentInstance:
             return reset(source, columns) if takes_row else reset(prompt=source, **columns)
 
         observation = yield self._call(create, "reset", phase="reset")
-        functions = {name: getattr(self._instance, name) for name in self.of.tool_names}
-        self._tools = self.of.tools.with_functions(functions, self._limits)
+        methods = {name: getattr(self._instance, name) for name in self.of.method_names}
+        self._tools = self.of.tools.with_functions({**self.of.tools.functions, **methods}, self._limits)
         return observation
 
     def respond(self, message: Message) -> Generator[ExternalCall, Any, Any]:

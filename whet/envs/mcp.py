@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack
 from typing import Any, Self
 
 from whet.envs.tools import Tool
-from whet.errors import ConfigError, format_exception
+from whet.errors import ConfigError, InfrastructureError, format_exception
 from whet.util.install import install_hint
 
 __all__ = ["McpServer"]
@@ -108,8 +108,19 @@ class McpServer:
         return Tool({"type": "function", "function": schema}, call)
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Returns the text of a call's answer. Raises RuntimeError: the server reports an error."""
-        result = await asyncio.wait_for(self._session.call_tool(name, dict(arguments)), self.timeout_s)
+        """Returns the text of a call's answer.
+
+        Raises: RuntimeError: the server reports an error. InfrastructureError: the server has ended.
+        """
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        try:
+            result = await asyncio.wait_for(self._session.call_tool(name, dict(arguments)), self.timeout_s)
+        except MCPError as error:
+            if error.code != CONNECTION_CLOSED:
+                raise
+            raise InfrastructureError(f"the MCP server `{self.name}` has ended: {error}") from error
         texts = [getattr(part, "text", f"[{part.type}]") for part in result.content]
         text = "\n".join(texts)
         if result.is_error:

@@ -4,12 +4,12 @@ Inside `FastLayers(module).enabled()` the layers have other forward functions, f
 module and its parameters do not change. Each replacement is compared with the layer's own forward first. On a GPU in
 half precision a norm is torch's, one kernel in place of six, and a layer with LoRA is eight products, forward and
 backward, in place of twelve kernels: as in the engine's decode steps they round once where the module rounds twice or
-thrice. The others are for a CPU. In fp32, products run in oneDNN where torch's default library is slow. In
-fp32 and bf16, a gated MLP saves its two halves for the backward pass instead of their product as well, and a norm saves
-only its input.
+thrice. Rotary embeddings, which are no layers, are rotary.py's there. The others are for a CPU. In fp32, products run
+in oneDNN where torch's default library is slow. In fp32 and bf16, a gated MLP saves its two halves for the backward
+pass instead of their product as well, and a norm saves only its input.
 Dim legend: n rows, I in, O out, r rank, M width of the MLP.
-Left out on purpose: choosing a library by timing, because then a run would depend on the clock; rotary embeddings,
-which are not a module; and general products (matmul.py).
+Left out on purpose: choosing a library by timing, because then a run would depend on the clock; and general products
+(matmul.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from whet.models import matmul
 from whet.models.lora_layers import is_adapter_layer, plain_linear, sole_adapter
 from whet.models.matmul import linear, onednn_unsupported_reason, row_chunks, weight_grad
+from whet.models.rotary import RotaryFunctions
 from whet.native.build import Unavailable, log_fallback
 from whet.native.layers import LayerKernels, layer_kernels
 from whet.ops.masked import to_fp32
@@ -55,8 +56,10 @@ class FastLayers:
 
     def __init__(self, module: nn.Module) -> None:
         self._layers: list[tuple[nn.Module, Callable[[Any, Tensor], Tensor]]] = []
+        self._rotary: RotaryFunctions | None = None
         first = next(module.parameters())
         if first.device.type == "cuda" and first.dtype.itemsize == 2:
+            self._rotary = RotaryFunctions(module)
             self._layers += _in_fewer_kernels(module)
         if first.device.type != "cpu" or first.dtype not in (torch.float32, torch.float64, torch.bfloat16):
             return
@@ -82,7 +85,8 @@ class FastLayers:
                 layer.__dict__["forward"] = functools.partial(run, layer)
                 changed.append(layer)
         try:
-            yield
+            with nullcontext() if self._rotary is None else self._rotary.enabled():
+                yield
         finally:
             for layer in changed:
                 del layer.__dict__["forward"]

@@ -94,6 +94,45 @@ def test_tools_steps_and_the_reward_are_those_of_one_instance():
     assert sampled == "".join(said).encode()
 
 
+def double(x: int) -> int:
+    """Doubles.
+
+    Args:
+        x: a number.
+    """
+    return 2 * x
+
+
+def test_a_class_may_have_tools_that_its_episodes_share():
+    class WithMore(Account):
+        tools = (double,)
+
+    said = [CALL % ("double", '{"x": 4}') + CALL % ("pay", '{"amount": 5}'), "done"]
+    episode, (c,), contexts = run_conversation(WithMore, said)
+    assert [m["content"] for m in c.messages if m["role"] == "tool"] == ["8", "5"]
+    assert episode.rewards == {ENVIRONMENT_REWARD: 5.0} and "Doubles." in decode(contexts[0])
+    with pytest.raises(ConfigError, match="two tools are named 'pay'"):
+        load_script(type("Twice", (Account,), {"tools": [Account().pay]}), turns=2)
+    with pytest.raises(ConfigError, match="has tools = 3; give a list of functions"):
+        load_script(type("Other", (Account,), {"tools": 3}), turns=2)
+
+
+def test_without_step_a_turn_without_calls_ends_the_episode():
+    class Doubles:
+        double = staticmethod(double)
+
+        def get_reward(self):
+            return 1.0
+
+    class Nothing:  # neither tools nor step: a reward alone
+        get_reward = Doubles.get_reward
+
+    episode, (c,), _ = run_conversation(Doubles, [CALL % ("double", '{"x": 4}'), "8"])
+    assert (c.info["status"], c.info["turns"], episode.rewards) == ("finished", 2, {ENVIRONMENT_REWARD: 1.0})
+    episode, (c,), _ = run_conversation(Nothing, ["8"])
+    assert (c.info["status"], c.info["turns"], episode.rewards) == ("finished", 1, {ENVIRONMENT_REWARD: 1.0})
+
+
 @pytest.mark.parametrize("ends", ["stop", "length"])  # a turn that was cut off is closed by the template
 def test_a_call_that_the_template_would_write_otherwise_keeps_its_ids_and_forks_nothing(ends):
     said = ['<tool_call>{"name":"pay",  "arguments":{"amount":5}}</tool_call>', "done"]
@@ -195,7 +234,7 @@ class Broken(Guess):
     [
         ("reset", "reset of Broken raised AssertionError: no game today", 0),
         ("step", "step of Broken raised ZeroDivisionError", 1),
-        ("form", "step of Broken returned 5; return a list of messages", 1),
+        ("form", "step of Broken returned 5; return a text or a list of messages", 1),
         ("reward", "get_reward of Broken returned 'much'; return a finite number", 1),
     ],
 )

@@ -38,6 +38,11 @@ def caused(error, cause):
     return error
 
 
+def raised_from_none(error, handled):
+    error.__context__, error.__suppress_context__ = handled, True
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "want"),
     [
@@ -51,6 +56,7 @@ def caused(error, cause):
         (TimeoutError("the client's own limit"), ("error", "infrastructure")),
         (OSError(errno.ENOSPC, "disk full"), ("error", "infrastructure")),
         (caused(InfrastructureError("late"), CallTimeoutError()), ("timed out", "infrastructure")),
+        (raised_from_none(ValueError("the user's own"), ConnectionError()), ("error", "environment")),
     ],
 )
 def test_a_failure_is_the_environment_s_or_the_infrastructure_s(error, want):

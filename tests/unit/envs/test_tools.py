@@ -8,7 +8,7 @@ import time
 import pytest
 
 from whet.envs.tools import Tool, ToolCounts, ToolLimits, Tools
-from whet.errors import ConfigError
+from whet.errors import ConfigError, InfrastructureError
 
 
 def call(name, **arguments):
@@ -141,7 +141,7 @@ def test_a_tool_may_bring_its_own_schema():
 
 
 SERVER = '''
-import sys
+import os
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
@@ -164,6 +164,12 @@ def count() -> int:
 
 
 @server.tool()
+def end() -> str:
+    """Ends the server."""
+    os._exit(3)
+
+
+@server.tool()
 def broken(text: str) -> str:
     """Fails."""
     raise ToolError("it broke: " + text)
@@ -180,12 +186,14 @@ def test_tools_of_an_mcp_server(tmp_path):
     (tmp_path / "server.py").write_text(SERVER)
     with McpServer(sys.executable, [str(tmp_path / "server.py")]) as server:
         tools = Tools(server.tools)
-        assert list(tools.functions) == ["add", "count", "broken"]
+        assert list(tools.functions) == ["add", "count", "end", "broken"]
         parameters = tools.schemas[0]["function"]["parameters"]
         assert parameters["properties"]["a"]["type"] == "integer" and parameters["required"] == ["a", "b"]
         contents, counts = run(tools, call("add", a=2, b=3), call("broken", text="x"), call("add", a="no"))
         assert contents[0] == "5" and "it broke: x" in contents[1] and "error" in contents[2] and counts.failures == 2
         assert tools.answer([call("count")], ToolCounts())[0]["content"] == "1"  # the server keeps its state
+        with pytest.raises(InfrastructureError, match="has ended"):
+            run(tools, call("end"))
     assert "is closed; start another one" in run(tools, call("count"))[0][0]
 
 

@@ -1,5 +1,6 @@
 """`whet eval` from Python: its numbers, its draws, what it keeps, what it refuses."""
 
+import functools
 import json
 import logging
 
@@ -13,6 +14,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from whet import Sampler, evaluate
 from whet.config import GRPOConfig
 from whet.errors import CheckpointError, ConfigError, DataError, RewardError
+from whet.evaluation.evaluator import Evaluator
 from whet.evaluation.metrics import resolve_answer_fn
 from whet.learners.grpo import GRPOLearner
 from whet.rewards.text import boxed
@@ -97,6 +99,17 @@ def test_the_numbers_are_the_same_at_any_batch_size(measured, batch_size, monkey
     assert {s: {n: e.value for n, e in f.items()} for s, f in whole.by_source.items()} == {
         s: {n: e.value for n, e in f.items()} for s, f in parts.by_source.items()
     }
+
+
+def test_a_signal_in_the_last_batch_loses_no_result(measured, monkeypatch):
+    whole = measured()
+    monkeypatch.setattr(Evaluator, "run", functools.partialmethod(Evaluator.run, should_stop=lambda: True))
+    with pytest.raises(KeyboardInterrupt, match="stopped after 5 of 7 prompts"):
+        measured(batch_size=5)
+    try:
+        assert values(measured()) == values(whole)
+    except KeyboardInterrupt as error:  # which would end all tests
+        pytest.fail(str(error))
 
 
 def test_the_draws_are_the_samplers(tiny, measured, tmp_path):

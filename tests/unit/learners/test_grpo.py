@@ -1,10 +1,23 @@
 import functools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from helpers import END, cluster, gap, length_reward, random_batch, rows, same, tiny_model, weights_of
+from helpers import (
+    END,
+    cluster,
+    completion,
+    gap,
+    length_reward,
+    prompt,
+    random_batch,
+    rows,
+    same,
+    tiny_model,
+    weights_of,
+)
 
 from whet.config import DataConfig, GRPOConfig, Mode, OptimConfig
 from whet.errors import ConfigError, EngineError
@@ -15,6 +28,7 @@ from whet.ops import clipped_surrogate, drgrpo_advantages, grpo_advantages, toke
 from whet.packing import plan_cache as plans_module
 from whet.rollout.base import EngineCaps
 from whet.rollout.hf import HFEngine
+from whet.types import Group
 
 
 def own_loss(x):
@@ -333,6 +347,14 @@ def test_truncated_completions_are_left_out_where_asked(monkeypatch):
         assert mini.mask[mini.sequence == i].any().item() is not gone
     assert all_.mask.all()
     assert not same(weights_of(made.cluster.actor.module), weights_of(plain.cluster.actor.module))
+
+
+def test_failed_completions_stay_left_out_where_truncated_ones_are_too():
+    made, failed = learner(mask_truncated_completions=True), replace(completion([7], 2, finish="error"), messages=())
+    each = (completion([5, 5]), completion([6, 6], 1, finish="length"), failed)
+    groups = [Group(prompt=prompt([5]), completions=each)]
+    step = Step(index=1, groups=groups, rewards=made.reward_manager(groups, [["a", "b", "c"]]))
+    assert made.batch(step).batch.mask.tolist() == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize("algo", [{"beta": 0.1}, {"policy_loss_fn": own_loss}], ids=["kl", "own loss"])

@@ -166,6 +166,11 @@ def test_the_actor_waits_for_the_critic_and_its_schedule_too():
     assert [row["critic/grad_norm"] > 0 for row in run.rows] == [True] * 3
 
 
+def test_the_critics_schedule_knows_that_a_last_mini_batch_is_smaller():
+    made = ppo(models(mini_batch_size=2), critic_updates=2)
+    assert made.total_updates(Role.CRITIC, 3, 5) == 3 * (2 + 2 + 1) and made.total_updates(Role.ACTOR, 3, 5) == 3 * 3
+
+
 def test_evaluation_has_its_own_sampling_parameters():
     seen = []
 

@@ -18,6 +18,7 @@ from whet.errors import ConfigError, RewardError
 from whet.rewards import deadline
 from whet.rewards.call import RewardInputs, call_rewards, function_name, select_keywords
 from whet.rewards.checked_values import check_values, error_from_exception
+from whet.rewards.model import RewardModel
 
 INPUTS = RewardInputs(
     prompts=["p", "p"],
@@ -45,6 +46,18 @@ def elsewhere(run):
 
 def returns(value):
     return lambda completions: value
+
+
+def test_a_reward_model_has_no_deadline():
+    class Slow(RewardModel):
+        def __init__(self):
+            pass
+
+        def __call__(self, completions, **_):
+            time.sleep(0.2)
+            return [1.0] * len(completions)
+
+    assert call(Slow(), timeout_s=0.05).rewards["f"].tolist() == [1.0, 1.0]
 
 
 def test_kwargs_get_everything_offered_but_the_algorithms_fields():

@@ -256,6 +256,12 @@ def test_another_run_on_the_same_weights_has_its_own_schedule_and_the_moments_of
         Optim(Toy(), torch.optim.SGD).restart(OptimConfig())
 
 
+def test_a_usual_rate_stands_in_for_one_that_is_not_given_and_for_no_other():
+    given, without = Optim(Toy(), OptimConfig(lr=0.5)), Optim(Toy(), OptimConfig())
+    assert (given.set_default_lr(0.25), without.set_default_lr(0.25)) == (False, True)
+    assert (given.step()[1], without.step()[1]) == (0.5, 0.25)
+
+
 # ---- optimizers ----------------------------------------------------------------------------------------------------
 
 

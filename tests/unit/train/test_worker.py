@@ -136,6 +136,13 @@ def test_scoring_out_of_memory_starts_again_with_half_the_tokens(caplog, monkeyp
     assert max(micro.num_tokens for micro in worker.micro_batches(batch, None, trained=True)) > 30  # not an update's
 
 
+def test_of_two_limits_of_an_update_the_smaller_one_holds():
+    worker, batch = make(max_tokens=60), random_batch(*SHAPES)
+    worker.limit_tokens(30)
+    worker.limit_tokens(50)
+    assert max(micro.num_tokens for micro in worker.micro_batches(batch, None, trained=True)) <= 30
+
+
 def test_a_sequence_that_does_not_fit_alone_ends_the_update_with_what_helps():
     seen, worker = [], make(max_tokens=60)
     with pytest.raises(torch.OutOfMemoryError, match="planted") as caught:

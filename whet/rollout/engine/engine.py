@@ -10,6 +10,7 @@ Dim legend: n live rows.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,6 +40,8 @@ from whet.rollout.stopping import Decode
 from whet.types import FinishReason
 
 __all__ = ["EmbeddedEngine"]
+
+log = logging.getLogger("whet")
 
 STEPS_PER_READ = 4
 """Decode steps before the host reads what was drawn."""
@@ -102,11 +105,7 @@ class EmbeddedEngine:
         self._runner = Runner(self._model.loaded, forward, max_batch=max_batch, prefill_tokens=prefill_tokens)
         self._scheduler = Scheduler(max_batch=max_batch, kv_cache_tokens=kv_cache_tokens)
         if forward.device.type == "cuda":
-            case = forward.pool_case()
-            if reason := case if isinstance(case, str) else pool_unsupported_reason(case):
-                self._runner.why_eager = reason
-            else:
-                self._use_pool()
+            self._use_pool_if_it_fits()
         self._plans: list[SamplingPlan] = []
         self._plan_of: dict[Sampling, int] = {}
         self._in_flight: set[int] = set()
@@ -134,6 +133,18 @@ class EmbeddedEngine:
             native=config.native_kernels,
             grammars=grammars,
         )
+
+    def _use_pool_if_it_fits(self) -> None:
+        """Captures decode steps from a KVPool where the model's attention can run there, else says why it can't."""
+        case = self._runner.forward.pool_case()
+        reason = case if isinstance(case, str) else pool_unsupported_reason(case)
+        if reason is None:
+            self._use_pool()
+            return
+        self._runner.why_eager = reason
+        if isinstance(case, str):  # the comparison of a case has its own warning
+            slow = "decode steps are not captured, which makes a rollout several times slower"
+            log.warning("%s: %s; rollout_engine=vllm may be faster", slow, reason)
 
     def _use_pool(self, **options: Any) -> None:
         """Puts KV into a KVPool from now on, and captures decode steps. Args: options: of PoolRunner."""
@@ -315,8 +326,8 @@ class EmbeddedEngine:
             if not fits:
                 row = min(reversed(range(len(rows))), key=lambda row: len(flights[row].tokens) + rows.num_drawn[row])
                 scheduler.resume([self._record(row)])
-                scheduler.is_full = True
                 self._remove_rows({row})
+                scheduler.is_full = True
 
     def _run_decode(self) -> StepOutput:
         """Decodes a few steps, no more than the row nearest to its limit may draw; one, where a row is constrained."""
@@ -362,7 +373,6 @@ class EmbeddedEngine:
             self._in_flight.discard(flight.request.id)
             self._finished.append(flight.output(ended[row]))
         if ended:
-            self._scheduler.is_full = False
             self._remove_rows(set(ended))
 
     def _record(self, row: int) -> InFlightRequest:
@@ -390,7 +400,7 @@ class EmbeddedEngine:
         source, target = self._rows.compact(gone)
         if len(target):
             self._runner.move_rows(source, target, int(self._rows.num_drawn[target].max()))
-        self._rows_changed = True
+        self._rows_changed, self._scheduler.is_full = True, False
         self._drop_unused_prefixes()
         room = self._conversation_budget(sum(len(cached.tokens) for _, cached in turns)) if turns else None
         for conversation, cached in turns:
@@ -452,7 +462,7 @@ class EmbeddedEngine:
         flights = [self._record(row) for row in range(len(self._rows))]
         self._scheduler.resume([*flights, *(flight for flight, _ in self._admitted if flight not in flights)])
         self._rows.clear()
-        self._admitted = []
+        self._admitted, self._scheduler.is_full = [], False
         self._prefixes.clear()
         self._conversations.clear()
         self._runner.drop()

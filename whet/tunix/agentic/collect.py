@@ -24,7 +24,16 @@ from whet.errors import lookup_error
 from whet.rollout.external_calls import run_function
 from whet.tunix.agentic.agents import ConversationAgentBase, Step, TrajectoryStatus
 
-__all__ = ["ChatTemplateParser", "TrajectoryCollectEngine", "message_texts"]
+__all__ = [
+    "ChatTemplateParser",
+    "DefaultChatTemplateParser",
+    "Gemma4ChatTemplateParser",
+    "GemmaChatTemplateParser",
+    "LlamaChatTemplateParser",
+    "QwenChatTemplateParser",
+    "TrajectoryCollectEngine",
+    "message_texts",
+]
 
 log = logging.getLogger("whet")
 
@@ -44,6 +53,8 @@ class ChatTemplateParser:
     """Tunix's chat parser by the tokenizer's own chat template, which serves every family of models.
 
     Args: tokenizer: of transformers, or around one. enable_thinking: for templates that have it.
+
+    Tunix's names of it by family (QwenChatTemplateParser and others) are the same class.
     """
 
     def __init__(self, tokenizer: Any, enable_thinking: bool = True) -> None:
@@ -59,6 +70,12 @@ class ChatTemplateParser:
             add_generation_prompt=add_generation_prompt,
             enable_thinking=self.enable_thinking,
         )
+
+
+DefaultChatTemplateParser = ChatTemplateParser
+"""Tunix's parser of each family: the tokenizer's own template writes what they write by hand."""
+QwenChatTemplateParser = LlamaChatTemplateParser = DefaultChatTemplateParser
+GemmaChatTemplateParser = Gemma4ChatTemplateParser = DefaultChatTemplateParser
 
 
 def message_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
