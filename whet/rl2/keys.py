@@ -48,7 +48,7 @@ _CP = computed(
 )
 MEGATRON = "whet does not use Megatron; leave its keys out"
 """The reason to refuse Megatron's keys."""
-_LIGER = "whet never computes a whole row of logits; its fused layers run on a CPU only, and it has none for a GPU"
+_LIGER = "whet never computes a whole row of logits, and has its own norms, rotary embeddings and LoRA for a GPU"
 _BUDGET = "all passes use the token budget of training"
 _SWITCH = "one switch for models and optimizers of all roles: on, unless a key is false and none is true"
 _ACTOR_MODEL = "the rollout uses the actor's model; another one is refused"

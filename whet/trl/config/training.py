@@ -68,7 +68,7 @@ TRAINING_FIELDS: Table = {
     "torch_compile": no_effect(False, _NO_COMPILE),
     "torch_compile_backend": no_effect(None, _NO_COMPILE, str),
     "torch_compile_mode": no_effect(None, _NO_COMPILE, str),
-    "use_liger_kernel": no_effect(False, "whet never keeps all logits; on a GPU nothing replaces Liger's other layers"),
+    "use_liger_kernel": no_effect(False, "whet never keeps all logits; it has norms and rotary embeddings for a GPU"),
     "liger_kernel_config": no_effect(None, "see use_liger_kernel", dict),
     "use_cache": no_effect(False, "training keeps no KV cache, rollouts always do"),
     "neftune_noise_alpha": refused(None, "noise in training only would make sampler and trainer two policies", float),
