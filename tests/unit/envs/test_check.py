@@ -87,7 +87,7 @@ FAULTS = {
         "row 1: empty, garbage, silent scores higher than the right answer (1)",
     ),
     "fails": ({"step": lambda self, message: 1 / 0}, "it fails with the agent gold, empty, garbage, silent: step of"),
-    "wrong answer": ({"step": lambda self, message: 5}, "step of Faulty returned 5; return a list of messages"),
+    "wrong answer": ({"step": lambda self, message: 5}, "step of Faulty returned 5; return a text or a list"),
 }
 
 
