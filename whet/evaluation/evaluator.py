@@ -289,8 +289,8 @@ class _Work:
         c = self.config.sampling
         self.name = sampler.loaded.name
         self.start_time, self.tokens = time.monotonic(), 0
-        self.rewards: list[float] = []
-        """The mean reward of each prompt so far."""
+        self.reward_sum, self.num_rewarded = 0.0, 0
+        """Of the prompts so far that have a reward."""
         self.best_and_worst = BestAndWorst()
         self.prompts, self.num_dropped = self._encode(evaluator.data)
         self.source_column = self._find_source_column()
@@ -437,8 +437,11 @@ class _Work:
         self.best_and_worst.add(rewards)
         results = prompt_results(rewards, source_column=self.source_column, read=self.read_answer)
         self.tokens += sum(int(r.lengths.sum()) for r in results)
-        self.rewards += [r.totals[~np.isnan(r.totals)].mean() for r in results if not np.isnan(r.totals).all()]
-        reward = float(np.mean(self.rewards)) if self.rewards else math.nan
+        mean = compute_metrics(results, None, ())["reward"]
+        if mean.prompts:
+            self.reward_sum += mean.value * mean.prompts
+            self.num_rewarded += mean.prompts
+        reward = self.reward_sum / self.num_rewarded if self.num_rewarded else math.nan
         speed = self.tokens / max(time.monotonic() - self.start_time, 1e-9)
         progress.update(batch.first + len(batch.groups), value=reward, tokens_per_s=speed)
         return results
