@@ -49,7 +49,7 @@ class Trace:
 
     The metrics are of the thread that made the Trace; spans of other threads are on the timeline only.
 
-    Args: keep: the number of latest spans kept for the timeline.
+    Args: keep: the number of latest spans kept for the timeline; 0 = there is none.
 
     >>> trace = Trace()
     >>> with trace.span("rollout", step=3):
@@ -76,6 +76,8 @@ class Trace:
         self.covered_s = 0.0
         """Seconds inside any span since the last `pop_times`."""
         self._failed = ""
+        self._counted = ("", "")
+        """A phase, and how far it is."""
 
     @contextmanager
     def span(self, name: str, **tags: Any) -> Iterator[None]:
@@ -115,6 +117,8 @@ class Trace:
         self._record("e", name, end, self._main, {}, **number)
 
     def _record(self, kind: str, name: str, at: int, thread: int, tags: dict[str, Any], **more: Any) -> None:
+        if not self._events.maxlen:
+            return
         if thread not in self._names:
             self._names[thread] = threading.current_thread().name
         event = {"name": name, "ph": kind, "ts": (self._epoch + at) / 1e3, "pid": self._rank, "tid": thread, **more}
@@ -125,6 +129,23 @@ class Trace:
         """The innermost span that is open, or that an error has ended since the last `pop_times`; "" = none."""
         opened = self._open[self._main]
         return self._failed or (opened[-1] if opened else "")
+
+    def count(self, done: int, total: int, name: str) -> None:
+        """Notes how far the open phase is, for whoever waits for it. Args: name: of what is counted, in the plural.
+
+        >>> trace = Trace()
+        >>> with trace.span("rollout"):
+        ...     trace.count(12, 32, "completions")
+        ...     print(trace.status)
+        rollout, 12 of 32 completions
+        """
+        self._counted = (self.phase, f", {done} of {total} {name}")
+
+    @property
+    def status(self) -> str:
+        """The phase, and how far it is if that is known."""
+        phase, (counted, text) = self.phase, self._counted
+        return phase + (text if phase and phase.split("/")[0] == counted else "")
 
     def pop_times(self) -> dict[str, float]:
         """Returns the seconds of each name since the last call; resets the sums.

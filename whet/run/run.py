@@ -19,6 +19,7 @@ import itertools
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -236,13 +237,14 @@ class Run:
         self._notify("on_run_begin", self)
         self._check_observers()
         self._signals.install()  # a signal in the first evaluation stops the run after the first step
+        description = c.pbar_description if self.ranks.is_writer else None
+        options = {"description": description, "start": self.step, "metric": self.task.main_metric}
+        self.progress = make_progress(c.view, total, phase=lambda: self.roles.trace.status, **options)
+        self.progress.__enter__()
         if self.task.has_evaluation and self.step == 0:
             self.evaluate(0)
             self._check_observers()
-        description = c.pbar_description if self.ranks.is_writer else None
-        options = {"description": description, "start": self.step, "metric": self.task.main_metric}
-        self.progress = make_progress(c.view, total, phase=lambda: self.roles.trace.phase, **options)
-        self.progress.__enter__()
+            self.progress.start_clock()
         self.saved_at = time.monotonic()
 
     # ---- the steps -----------------------------------------------------------------------------------------------
@@ -382,7 +384,7 @@ class Run:
 
     def _log(self, step: int, mode: Mode, row: Mapping[str, float]) -> None:
         version = self.trainer.worker.version
-        full = {"step": step, "mode": mode.value, "version": version, **row}
+        full = {"step": step, "mode": mode.value, "version": version, **{sys.intern(k): v for k, v in row.items()}}
         self.rows.append(full)
         if self.folder is not None:
             self.folder.log(step=step, mode=mode.value, version=version, values=row)

@@ -96,7 +96,8 @@ class RoleWorkers:
         check_mesh(self.ranks.size, *sizes)
         self._loop, self._offload, self._module_dtype = config, offload_to_cpu, module_dtype
         self._device = None if device is None else check_device(device)
-        self.trace = Trace()
+        timeline = config.perf_metrics_options
+        self.trace = Trace() if timeline is not None and timeline.enable_trace_writer else Trace(keep=0)
         self.ranks.phase = lambda: self.trace.phase
         folder = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
         self._saved_dtypes: dict[str, str] = {}
@@ -263,6 +264,7 @@ class RoleWorkers:
             plan_cache=None if role is Role.REWARD else self._plan_cache,  # it runs other batches
             seed=self._loop.seed,
         )
+        worker.on_micro_batch = lambda done, total: self.trace.count(done, total, "micro-batches")
         empty_cache(worker.device)  # an engine with its own allocator takes the memory that is free
         return worker
 
