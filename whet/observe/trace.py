@@ -49,7 +49,7 @@ class Trace:
 
     The metrics are of the thread that made the Trace; spans of other threads are on the timeline only.
 
-    Args: keep: the number of latest spans kept for the timeline; 0 = there is none.
+    Args: keep: the number of latest spans kept for the timeline.
 
     >>> trace = Trace()
     >>> with trace.span("rollout", step=3):
@@ -115,6 +115,10 @@ class Trace:
         number = {"cat": name, "id": f"{self._rank}.{self._num_added}"}
         self._record("b", name, end - int(seconds * 1e9), self._main, tags, **number)
         self._record("e", name, end, self._main, {}, **number)
+
+    def end_timeline(self) -> None:
+        """Forgets the spans, and keeps none from now on: nobody will write them."""
+        self._events = deque(maxlen=0)
 
     def _record(self, kind: str, name: str, at: int, thread: int, tags: dict[str, Any], **more: Any) -> None:
         if not self._events.maxlen:

@@ -228,6 +228,8 @@ class Run:
         if device.type == "cuda":
             self.roles.trace.memory = PhaseMemory(device)
         self._begun_at, total, size = self.step, self.total_steps, self.stream.batch_size
+        if c.perf_metrics_options is None or not c.perf_metrics_options.enable_trace_writer:
+            self.roles.trace.end_timeline()
         self.timeline = trace_folder(c.perf_metrics_options, c.run_dir) if self.ranks.is_writer else None
         self.profiler.set_num_steps(None if total is None else total - self.step)
         for role, trainer in self.roles.trainers.items():

@@ -96,8 +96,7 @@ class RoleWorkers:
         check_mesh(self.ranks.size, *sizes)
         self._loop, self._offload, self._module_dtype = config, offload_to_cpu, module_dtype
         self._device = None if device is None else check_device(device)
-        timeline = config.perf_metrics_options
-        self.trace = Trace() if timeline is not None and timeline.enable_trace_writer else Trace(keep=0)
+        self.trace = Trace()
         self.ranks.phase = lambda: self.trace.phase
         folder = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
         self._saved_dtypes: dict[str, str] = {}

@@ -71,7 +71,8 @@ def test_the_timeline_keeps_the_latest_spans(tmp_path):
 
 
 def test_without_a_timeline_spans_are_summed_and_not_kept():
-    trace = Trace(keep=0)
+    trace = Trace()
+    trace.end_timeline()
     with trace.span("a"):
         trace.add("tool", 0.1)
     assert set(trace.pop_times()) == {"time/a"} and not [e for e in trace.events() if e["ph"] != "M"]
