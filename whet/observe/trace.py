@@ -23,9 +23,12 @@ from whet.storage.files import make_writable_folder, write_atomic
 if TYPE_CHECKING:  # it imports torch, which commands that train nothing do without
     from whet.util.device import PhaseMemory
 
-__all__ = ["Trace", "trace_folder"]
+__all__ = ["TIMELINE_SPANS", "Trace", "trace_folder"]
 
 log = logging.getLogger("whet")
+
+TIMELINE_SPANS = 100_000
+"""The latest spans of a timeline that are kept."""
 
 
 def trace_folder(options: Any, run_dir: str | Path | None) -> Path | None:
@@ -59,7 +62,7 @@ class Trace:
     (['time/prefill', 'time/rollout'], {})
     """
 
-    def __init__(self, keep: int = 100_000) -> None:
+    def __init__(self, keep: int = TIMELINE_SPANS) -> None:
         self._events: deque[dict[str, Any]] = deque(maxlen=keep)
         self._spent: dict[str, float] = {}
         self._main = threading.get_ident()
@@ -116,9 +119,9 @@ class Trace:
         self._record("b", name, end - int(seconds * 1e9), self._main, tags, **number)
         self._record("e", name, end, self._main, {}, **number)
 
-    def end_timeline(self) -> None:
-        """Forgets the spans, and keeps none from now on: nobody will write them."""
-        self._events = deque(maxlen=0)
+    def keep(self, number: int) -> None:
+        """Changes how many of the latest spans are kept; 0 = none, since nobody writes the timeline."""
+        self._events = deque(self._events, maxlen=number)
 
     def _record(self, kind: str, name: str, at: int, thread: int, tags: dict[str, Any], **more: Any) -> None:
         if not self._events.maxlen:

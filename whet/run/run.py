@@ -35,7 +35,7 @@ from whet.observe.loggers import Loggers
 from whet.observe.notebook import run_html
 from whet.observe.profiler import StepProfiler
 from whet.observe.progress import Progress
-from whet.observe.trace import trace_folder
+from whet.observe.trace import TIMELINE_SPANS, trace_folder
 from whet.parallel.ranks import is_connection_lost
 from whet.run.builtin_observers import builtin_observers
 from whet.run.observer import Observer, Observers, TrainerControl
@@ -228,8 +228,8 @@ class Run:
         if device.type == "cuda":
             self.roles.trace.memory = PhaseMemory(device)
         self._begun_at, total, size = self.step, self.total_steps, self.stream.batch_size
-        if c.perf_metrics_options is None or not c.perf_metrics_options.enable_trace_writer:
-            self.roles.trace.end_timeline()
+        has_timeline = c.perf_metrics_options is not None and c.perf_metrics_options.enable_trace_writer
+        self.roles.trace.keep(TIMELINE_SPANS if has_timeline else 0)
         self.timeline = trace_folder(c.perf_metrics_options, c.run_dir) if self.ranks.is_writer else None
         self.profiler.set_num_steps(None if total is None else total - self.step)
         for role, trainer in self.roles.trainers.items():
