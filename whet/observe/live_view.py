@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -35,43 +35,37 @@ _REDRAW_S = 0.5
 """Seconds between two drawings of a NotebookView."""
 
 
-def make_progress(view: View, total: int | None, *, phase: Callable[[], str], **options: Any) -> Progress:
+def make_progress(view: View, total: int | None, **options: Any) -> Progress:
     """Returns the display of a run: a LiveView, a NotebookView, or plain lines.
 
     Args:
         view: "rich" = a LiveView in any case; "notebook" = a NotebookView; "lines" = lines; "auto" = a LiveView if
             stderr is a terminal, a NotebookView in a Jupyter kernel, else lines.
         total, options: as of Progress.
-        phase: returns what the run does now.
     Raises: ConfigError: view="notebook" where there is no notebook.
     """
     if view == "notebook" and not _in_notebook():
         raise ConfigError("trainer.view=notebook needs a Jupyter kernel; set trainer.view=auto")
     if view == "notebook" or (view == "auto" and _in_notebook()):
-        return NotebookView(total, phase=phase, **options)
+        return NotebookView(total, **options)
     if view == "rich":
         force_terminal()
     if view == "lines" or not terminal_console().is_terminal:
         return Progress(total, bar=False, **options)
-    return LiveView(total, phase=phase, **options)
+    return LiveView(total, **options)
 
 
 class LiveView(Progress):
     """Shows a run in a terminal.
 
-    Args:
-        total, options: as of Progress.
-        phase: returns what the run does now.
+    Args: total, options: as of Progress.
     """
 
-    def __init__(self, total: int | None, *, phase: Callable[[], str], **options: Any) -> None:
+    def __init__(self, total: int | None, **options: Any) -> None:
         super().__init__(total, **options)
-        self._phase = phase
-        self._step = self.start
         self._series: dict[str, list[float]] = {}
         self._drawn: tuple[int, int, list[str]] = (-1, 0, [])
         """The step and the width of the last drawing of the metrics, and its lines."""
-        self._shown_phase, self._phase_since = "", self._begun
 
     def update(
         self,
@@ -106,11 +100,9 @@ class LiveView(Progress):
     def _head(self, width: int) -> str:
         """Step, phase and time."""
         now = time.monotonic()
-        if (phase := self._phase() or "between steps") != self._shown_phase:
-            self._shown_phase, self._phase_since = phase, now
-        title = f"{self.description} {self._step}" + ("" if self.total is None else f"/{self.total}")
+        title = self._title()
         spent = timedelta(seconds=round(now - self._begun))
-        texts = [f"{phase} {now - self._phase_since:.0f} s", f"{spent} spent", *self._time_left(self._step)]
+        texts = [self._describe_phase(), f"{spent} spent", *self._time_left(self._step)]
         if len("  ".join([title, *texts])) > width:
             del texts[1]
         tail = "  ".join(texts)
@@ -164,7 +156,7 @@ class NotebookView(LiveView):
             self._handle.update(HTML(self._table(ended=ended)))
 
     def _table(self, *, ended: bool = False) -> str:
-        title = f"{self.description} {self._step}" + ("" if self.total is None else f"/{self.total}")
+        title = self._title()
         texts = [title, f"{timedelta(seconds=round(time.monotonic() - self._begun))} spent"]
         rows = [[name, _number(name, values[-1]), sparkline(values, 30)] for name, values in self._series.items()]
         return table_html("  ".join(texts if ended else [*texts, *self._time_left(self._step)]), [["", "", ""], *rows])

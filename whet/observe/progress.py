@@ -7,9 +7,10 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -105,9 +106,9 @@ class Progress:
     """Shows the progress of a run: step, a metric with its curve, other metrics, tokens per second, time left.
 
     In a terminal it updates one line, with a bar and a curve if there is room. Elsewhere it prints a line to stderr at
-    most every 30 seconds, always the last one, and the first one unless it came within a second. It prints nothing on
-    ranks other than 0. In a terminal it runs a thread; a process that is forked meanwhile prints as if there were no
-    bar.
+    most every 30 seconds, always the last one, and the first one unless it came within a second; while a step takes
+    longer, the line says what the run does. It prints nothing on ranks other than 0. It runs a thread; a process that
+    is forked meanwhile prints as if there were no bar.
 
     Args:
         total: the number of steps of the run; None = unknown.
@@ -116,6 +117,7 @@ class Progress:
         every_s: seconds between two lines.
         metric: the metric that is shown first.
         bar: show a bar in a terminal; False = lines there too.
+        phase: returns what the run does now, "" = nothing of its own; None = not known.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Progress:
         every_s: float = 30.0,
         metric: str = "reward",
         bar: bool = True,
+        phase: Callable[[], str] | None = None,
     ) -> None:
         self.total, self.start, self.description, self.every_s = total, start, description, every_s
         self.metric = metric
@@ -136,17 +139,32 @@ class Progress:
         self._begun = self._printed = time.monotonic()
         self._bar: Any = None
         self._task: Any = None
+        self._phase, self._step = phase, start
+        self._shown_phase, self._phase_since = "", self._begun
+        self._ended, self._writing = threading.Event(), threading.Lock()
+        self._watcher: threading.Thread | None = None
+
+    def start_clock(self) -> None:
+        """Measures the time left from now on."""
+        self._begun = self._printed = time.monotonic()
 
     def __enter__(self) -> Progress:
-        self._begun = self._printed = time.monotonic()
+        self.start_clock()
         if self._enabled and self._has_bar and terminal_console().is_terminal:
             self._bar = self._make_bar()
             self._bar.start()
             method = weakref.WeakMethod(self._after_fork)
             os.register_at_fork(after_in_child=lambda: (after_fork := method()) and after_fork())
+        elif self._enabled and self._phase is not None:
+            self._watcher = threading.Thread(target=self._watch, name="whet-progress", daemon=True)
+            self._watcher.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self._watcher is not None:
+            self._ended.set()
+            self._watcher.join()
+            self._watcher = None
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -172,13 +190,13 @@ class Progress:
             row: all metrics of the step, for a LiveView.
         """
         self._values.append(value)
+        self._step = step
         texts = [f"{self.metric} {value:.3g}", *(f"{name} {number}" for name, number in (fields or {}).items())]
         texts.append(f"{format_short(tokens_per_s)} tok/s")
         if self._bar is not None:
             self._bar.update(self._task, completed=step, text=self._with_curve(texts))
         elif self._enabled:
-            head = f"{self.description} {step}" + ("" if self.total is None else f"/{self.total}")
-            self._line = join_fields([head, *texts, *self._time_left(step)])
+            self._line = join_fields([self._title(), *texts, *self._time_left(step)])
             wait = min(self.every_s, _FIRST_LINE_S) if self._printed == self._begun else self.every_s
             if time.monotonic() - self._printed >= wait:
                 self._print_line()
@@ -202,12 +220,32 @@ class Progress:
         curve = f" {sparkline(self._values, min(24, room))}" if room >= 6 else ""
         return "  ".join([texts[0] + curve, *texts[1:]])
 
+    def _title(self) -> str:
+        return f"{self.description} {self._step}" + ("" if self.total is None else f"/{self.total}")
+
+    def _watch(self) -> None:
+        """Prints a line where a step takes long."""
+        while not self._ended.wait(self.every_s / 10):
+            phase = self._describe_phase()
+            if time.monotonic() - self._printed >= self.every_s:
+                self._line = self._line or join_fields([self._title(), f"next step: {phase}"])
+                self._print_line()
+
+    def _describe_phase(self) -> str:
+        """Returns what the run does, and for how long."""
+        status, now = (self._phase() if self._phase else "") or "between steps", time.monotonic()
+        phase, comma, counted = status.partition(",")
+        if phase != self._shown_phase:
+            self._shown_phase, self._phase_since = phase, now
+        return f"{phase} {now - self._phase_since:.0f} s{comma}{counted}"
+
     def _print_line(self) -> None:
-        self._printed = time.monotonic()
-        stderr = Stderr()
-        stderr.write(self._line + "\n")
-        stderr.flush()
-        self._line = ""
+        with self._writing:
+            line, self._line, self._printed = self._line, "", time.monotonic()
+            if line:
+                stderr = Stderr()
+                stderr.write(line + "\n")
+                stderr.flush()
 
     def _after_fork(self) -> None:
         """Detaches the bar from a forked child's streams: a thread that the child lacks may hold a lock of the bar."""

@@ -23,9 +23,12 @@ from whet.storage.files import make_writable_folder, write_atomic
 if TYPE_CHECKING:  # it imports torch, which commands that train nothing do without
     from whet.util.device import PhaseMemory
 
-__all__ = ["Trace", "trace_folder"]
+__all__ = ["TIMELINE_SPANS", "Trace", "trace_folder"]
 
 log = logging.getLogger("whet")
+
+TIMELINE_SPANS = 100_000
+"""The latest spans of a timeline that are kept."""
 
 
 def trace_folder(options: Any, run_dir: str | Path | None) -> Path | None:
@@ -59,7 +62,7 @@ class Trace:
     (['time/prefill', 'time/rollout'], {})
     """
 
-    def __init__(self, keep: int = 100_000) -> None:
+    def __init__(self, keep: int = TIMELINE_SPANS) -> None:
         self._events: deque[dict[str, Any]] = deque(maxlen=keep)
         self._spent: dict[str, float] = {}
         self._main = threading.get_ident()
@@ -76,6 +79,8 @@ class Trace:
         self.covered_s = 0.0
         """Seconds inside any span since the last `pop_times`."""
         self._failed = ""
+        self._counted = ("", "")
+        """A phase, and how far it is."""
 
     @contextmanager
     def span(self, name: str, **tags: Any) -> Iterator[None]:
@@ -114,7 +119,13 @@ class Trace:
         self._record("b", name, end - int(seconds * 1e9), self._main, tags, **number)
         self._record("e", name, end, self._main, {}, **number)
 
+    def keep(self, number: int) -> None:
+        """Changes how many of the latest spans are kept; 0 = none, since nobody writes the timeline."""
+        self._events = deque(self._events, maxlen=number)
+
     def _record(self, kind: str, name: str, at: int, thread: int, tags: dict[str, Any], **more: Any) -> None:
+        if not self._events.maxlen:
+            return
         if thread not in self._names:
             self._names[thread] = threading.current_thread().name
         event = {"name": name, "ph": kind, "ts": (self._epoch + at) / 1e3, "pid": self._rank, "tid": thread, **more}
@@ -125,6 +136,23 @@ class Trace:
         """The innermost span that is open, or that an error has ended since the last `pop_times`; "" = none."""
         opened = self._open[self._main]
         return self._failed or (opened[-1] if opened else "")
+
+    def count(self, done: int, total: int, name: str) -> None:
+        """Notes how far the open phase is, for whoever waits for it. Args: name: of what is counted, in the plural.
+
+        >>> trace = Trace()
+        >>> with trace.span("rollout"):
+        ...     trace.count(12, 32, "completions")
+        ...     print(trace.status)
+        rollout, 12 of 32 completions
+        """
+        self._counted = (self.phase, f", {done} of {total} {name}")
+
+    @property
+    def status(self) -> str:
+        """The phase, and how far it is if that is known."""
+        phase, (counted, text) = self.phase, self._counted
+        return phase + (text if phase and phase.split("/")[0] == counted else "")
 
     def pop_times(self) -> dict[str, float]:
         """Returns the seconds of each name since the last call; resets the sums.

@@ -278,7 +278,7 @@ class RolloutDriver:
         self._calls = ExternalCalls(max_concurrent_calls)
         self._calling: dict[int, _RunningEpisode] = {}
         self._next_call = self._first_new_call = 0
-        self._num_submitted = 0  # since the engine was last idle
+        self._num_submitted = self._num_episodes = self._num_ended = 0  # since the engine was last idle
         self.should_stop: Callable[[], bool] | None = None
         self._stop_waited = 0.0  # seconds that the engine has waited for calls since it should stop
         self._told_stop = False
@@ -296,7 +296,7 @@ class RolloutDriver:
             episode. None of these episodes is running then; earlier ones continue.
         """
         if not self._groups:
-            self._num_submitted = 0
+            self._num_submitted = self._num_episodes = self._num_ended = 0
         new: dict[GroupKey, _GroupInFlight] = {}
         for e in episodes:
             if e.group in self._groups or e.group in self._finished:
@@ -312,6 +312,7 @@ class RolloutDriver:
                 )
             running.append(_RunningEpisode(e, e.run(e)))
         self._groups |= new
+        self._num_episodes += sum(len(group.running) for group in new.values())
         try:
             self._advance([(r, r.turns.send, None) for g in new.values() for r in g.running])
         except BaseException:
@@ -490,6 +491,8 @@ class RolloutDriver:
             except StopIteration as end:
                 episode = running.episode
                 running.completions = _check_completions(episode, end.value)
+                self._num_ended += 1
+                self._trace.count(self._num_ended, self._num_episodes, "completions")
                 if group := self._groups[episode.group].finished():
                     del self._groups[episode.group]
                     self._finished[episode.group] = group

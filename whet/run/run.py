@@ -19,6 +19,7 @@ import itertools
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ from whet.observe.loggers import Loggers
 from whet.observe.notebook import run_html
 from whet.observe.profiler import StepProfiler
 from whet.observe.progress import Progress
-from whet.observe.trace import trace_folder
+from whet.observe.trace import TIMELINE_SPANS, trace_folder
 from whet.parallel.ranks import is_connection_lost
 from whet.run.builtin_observers import builtin_observers
 from whet.run.observer import Observer, Observers, TrainerControl
@@ -227,6 +228,8 @@ class Run:
         if device.type == "cuda":
             self.roles.trace.memory = PhaseMemory(device)
         self._begun_at, total, size = self.step, self.total_steps, self.stream.batch_size
+        has_timeline = c.perf_metrics_options is not None and c.perf_metrics_options.enable_trace_writer
+        self.roles.trace.keep(TIMELINE_SPANS if has_timeline else 0)
         self.timeline = trace_folder(c.perf_metrics_options, c.run_dir) if self.ranks.is_writer else None
         self.profiler.set_num_steps(None if total is None else total - self.step)
         for role, trainer in self.roles.trainers.items():
@@ -235,14 +238,19 @@ class Run:
         self._begun = True
         self._notify("on_run_begin", self)
         self._check_observers()
-        self._signals.install()  # a signal in the first evaluation stops the run after the first step
+        self._signals.at_once = self.ranks.size == 1  # of several processes none may stop alone
+        self._signals.install()
+        description = c.pbar_description if self.ranks.is_writer else None
+        options = {"description": description, "start": self.step, "metric": self.task.main_metric}
+        self.progress = make_progress(c.view, total, phase=lambda: self.roles.trace.status, **options)
+        self.progress.__enter__()
         if self.task.has_evaluation and self.step == 0:
             self.evaluate(0)
             self._check_observers()
-        description = c.pbar_description if self.ranks.is_writer else None
-        options = {"description": description, "start": self.step, "metric": self.task.main_metric}
-        self.progress = make_progress(c.view, total, phase=lambda: self.roles.trace.phase, **options)
-        self.progress.__enter__()
+            if self._on_any_rank(self.stop_requested):
+                raise Stopped(0, None)
+            self.progress.start_clock()
+        self._signals.at_once = False
         self.saved_at = time.monotonic()
 
     # ---- the steps -----------------------------------------------------------------------------------------------
@@ -382,7 +390,7 @@ class Run:
 
     def _log(self, step: int, mode: Mode, row: Mapping[str, float]) -> None:
         version = self.trainer.worker.version
-        full = {"step": step, "mode": mode.value, "version": version, **row}
+        full = {"step": step, "mode": mode.value, "version": version, **{sys.intern(k): v for k, v in row.items()}}
         self.rows.append(full)
         if self.folder is not None:
             self.folder.log(step=step, mode=mode.value, version=version, values=row)

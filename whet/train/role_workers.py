@@ -263,6 +263,7 @@ class RoleWorkers:
             plan_cache=None if role is Role.REWARD else self._plan_cache,  # it runs other batches
             seed=self._loop.seed,
         )
+        worker.on_micro_batch = lambda done, total: self.trace.count(done, total, "micro-batches")
         empty_cache(worker.device)  # an engine with its own allocator takes the memory that is free
         return worker
 

@@ -138,6 +138,8 @@ class ModelWorker:
         self.plan_cache = plan_cache or PlanCache()
         self.seed = seed
         self.version = 0
+        self.on_micro_batch: Callable[[int, int], object] = lambda done, total: None
+        """Called before each micro-batch of a batch, with the number of those before it and of all."""
         self.tokens_after_restart: int | None = None
         """The token budget after a restart of several processes, if this one ran out of memory before it."""
         self._smaller_tokens: dict[bool, int] = {}
@@ -252,7 +254,9 @@ class ModelWorker:
 
         def read() -> TokenStats:
             out: dict[str, Tensor] = {}
-            for micro, counts in self._own_passes(*cut):
+            own_passes = self._own_passes(*cut)
+            for i, (micro, counts) in enumerate(own_passes):
+                self.on_micro_batch(i, len(own_passes))
                 stats = self._stats(micro, processors, entropy="entropy" in names, outputs={*names} - {"entropy"})
                 for name in names:
                     column = getattr(stats, name)
@@ -455,6 +459,7 @@ class ModelWorker:
         token_columns, sequence_columns, unit_weights = _columns_on(self.device, batch)
         own_passes = self._own_passes(batch, self.max_sequences, needs.get("scores", False), trained=backward)
         for i, (micro, counts) in enumerate(own_passes):
+            self.on_micro_batch(i, len(own_passes))
             self.placement.set_gradient_sync(i == len(own_passes) - 1)
             with self._dropout(micro) if backward else nullcontext():
                 teacher = self._teacher_target(micro, needs.get("divergence"))

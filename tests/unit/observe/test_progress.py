@@ -3,6 +3,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from whet.errors import ConfigError
 from whet.observe import Progress, progress, setup_logging, sparkline
 from whet.observe.live_view import NotebookView, make_progress
+from whet.observe.trace import Trace
 
 
 def test_a_sparkline_spans_its_own_range_and_skips_nan():
@@ -65,6 +67,27 @@ def test_other_ranks_and_no_description_show_nothing(quiet, capsys, monkeypatch)
     with Progress(2, description=None if quiet == "description" else "x", every_s=0.0) as bar:
         bar.update(2, value=0.5, tokens_per_s=1.0)
     assert capsys.readouterr().err == ""
+
+
+def test_a_step_that_takes_long_says_what_it_does(capsys):
+    trace, err = Trace(), ""
+
+    def wait_for(pattern):
+        nonlocal err
+        end = time.monotonic() + 30
+        while not re.search(pattern, err, re.MULTILINE) and time.monotonic() < end:
+            time.sleep(0.01)
+            err += capsys.readouterr().err
+        assert re.search(pattern, err, re.MULTILINE), err
+
+    with Progress(5, every_s=0.02, bar=False, phase=lambda: trace.status) as bar:
+        with trace.span("rollout"):
+            trace.count(12, 32, "completions")
+            wait_for(r"^Training 0/5  next step: rollout \d s, 12 of 32 completions$")
+        bar.update(1, value=0.5, tokens_per_s=1.0)
+        with trace.span("update"):  # what was counted in another phase is not said of this one
+            wait_for(r"^Training 1/5  next step: update \d s$")
+    assert re.search(r"^Training 1/5  reward 0.5  1 tok/s  .* left$", err, re.MULTILINE)
 
 
 def in_terminal(code, *words, columns):

@@ -70,6 +70,14 @@ def test_the_timeline_keeps_the_latest_spans(tmp_path):
     assert [e["name"] for e in spans_of(tmp_path / "t.json")] == ["b", "c"]
 
 
+def test_without_a_timeline_spans_are_summed_and_not_kept():
+    trace = Trace()
+    trace.keep(0)
+    with trace.span("a"):
+        trace.add("tool", 0.1)
+    assert set(trace.pop_times()) == {"time/a"} and not [e for e in trace.events() if e["ph"] != "M"]
+
+
 def test_spans_of_other_threads_and_calls_are_on_the_timeline_and_not_in_the_sums(tmp_path):
     trace = Trace()
     with trace.span("rollout"):

@@ -445,10 +445,11 @@ def test_several_processes_share_what_the_mesh_says(tmp_path):
     divided, layer = parts(mesh("tensor_parallel", 4)), sizes.layer_parameters
     outside = sizes.parameters - sizes.layers * layer
     assert divided["shards of weights"].update == 4 * sizes.parameters / 8
-    assert divided["gathered weights"].update == 2 * (outside + 2 * layer / 4)
-    assert divided["gathered weights"].rollout == 2 * (outside + sizes.layers * layer / 4)
+    assert divided["gathered weights"].update == 2 * (outside + 2 * layer) / 4
+    assert divided["gathered weights"].rollout == 2 * (outside + sizes.parameters / 4)
     assert divided["KV cache"].rollout == one["KV cache"].rollout / 4
-    assert divided["gradients"].update == pytest.approx(4 * (outside + sizes.layers * layer / 4) + 6 * outside)
+    assert divided["gradients"].update == pytest.approx((4 * sizes.parameters + 6 * outside) / 4)
+    assert divided["logits of the head"].update == one["logits of the head"].update / 4
 
 
 def test_a_missing_config_is_an_error(tmp_path):
