@@ -43,6 +43,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--meshes", default="1,2,2c2,2r2", help="processes, c<context>, r<replicas>, t<tensor>")
     parser.add_argument("--shape", default="25m", choices=list(tasks.SHAPES), help="size of the random model")
+    parser.add_argument("--vocabulary", type=int, default=None, help="tokens of the model; default: the tokenizer's")
     parser.add_argument("--steps", type=int, default=3, help="updates measured, after one for warm-up")
     parser.add_argument("--groups", type=int, default=8, help="prompts of an update, of 64 tokens")
     parser.add_argument("--completions", type=int, default=4, help="of each prompt, of 32 to 256 tokens")
@@ -240,7 +241,7 @@ def main(argv: list[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     first: Any = None
     with tempfile.TemporaryDirectory() as folder:
-        tasks.make_model(Path(folder), args.shape, tasks.char_tokenizer())
+        tasks.make_model(Path(folder), args.shape, tasks.char_tokenizer(), vocabulary=args.vocabulary)
         for text, mesh in zip(args.meshes.split(","), args.parsed, strict=True):
             found, gradients = run_mesh(args, mesh, Path(folder))
             first = first or gradients
@@ -249,7 +250,7 @@ def main(argv: list[str] | None = None) -> None:
             speed = rows[0]["tokens_per_s"] / args.parsed[0][0] if rows else row["tokens_per_s"] / mesh[0]
             rows.append({**row, "efficiency": row["tokens_per_s"] / mesh[0] / speed})
             print(json.dumps(common.rounded(rows[-1])), flush=True)
-    sizes = {name: getattr(args, name) for name in ("shape", "steps", "groups", "completions", "tokens")}
+    sizes = {name: getattr(args, name) for name in ("shape", "vocabulary", "steps", "groups", "completions", "tokens")}
     load = os.getloadavg()[0]  # of this benchmark and of all else that ran
     result = {**sizes, "cores": common.usable_cores(), "threads": 1, "load_average": load, "rows": rows}
     common.finish("scaling", result, device="cpu", record=args.record)

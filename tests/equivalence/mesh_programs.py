@@ -8,17 +8,19 @@ import torch.distributed as dist
 from helpers import completion, forest, prompt, random_batch, tiny_model
 from storages import StoragePeak
 from torch.distributed.tensor import DTensor
-from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from whet.config import OptimConfig
 from whet.metrics import flat
 from whet.models.load import load_model
 from whet.ops import LOSS_AGG_MODES
+from whet.ops.logits_processors import LogitsProcessors
 from whet.parallel.mesh import make_mesh
 from whet.train.optimizer import total_norm
 from whet.train.role_trainer import RoleTrainer
-from whet.train.worker import ModelWorker
+from whet.train.worker import Divergence, ModelWorker
 from whet.types import Group, TokenBatch
+from whet.types.loss import CONSTANTS
 
 TIMEOUT = datetime.timedelta(seconds=60)
 
@@ -32,9 +34,9 @@ def sinks_model():
 
 
 def biased_model():
-    """Layers whose projections all have a bias, one KV head, and a head of its own."""
+    """Layers whose projections all have a bias, one KV head, a head of its own, and an odd number of tokens."""
     torch.manual_seed(3)
-    sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 263, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     biases = {"attention_bias": True, "mlp_bias": True}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=1, **biases))
     with torch.no_grad():
@@ -50,11 +52,19 @@ MODELS = {
 }
 
 
+def capped_model():
+    """Soft-capped logits, and a scaled embedding, which is the head too and whose padding has no gradient."""
+    torch.manual_seed(5)
+    sizes = {"vocab_size": 261, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "final_logit_softcapping": 3.0}
+    return Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, pad_token_id=6, eos_token_id=2, initializer_range=0.3))
+
+
 def models_of(mesh, every):
     """The models that run on a mesh: the matrices of some can't be divided."""
     if mesh[2] == 1:
         return MODELS
-    return {"trees": MODELS["trees"], "biases": biased_model}
+    return {"trees": MODELS["trees"], "biases": biased_model, "capped": capped_model}
 
 
 def batches():
@@ -73,6 +83,12 @@ def loss(x):
     return own, {"sum": sums[x.sequence]}
 
 
+def against_teacher(x):
+    """It reads the teacher's divergence, and all constants."""
+    read = {name: x.need(name) for name in CONSTANTS}
+    return x.need("divergence") + 0.1 * x.entropy, {name: value.float() for name, value in read.items()}
+
+
 def whole(tensor):
     """A copy of all of a tensor, of which this rank may have a part."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
@@ -84,6 +100,7 @@ def results(placement, every=True, models=MODELS):
     Args: placement: makes one. every: with each aggregation; else each aggregation has one or two batches.
     """
     found, turns = {}, itertools.cycle(LOSS_AGG_MODES)
+    teacher = ModelWorker(load_model(tiny_model(9)), max_tokens=80, placement=placement())
     for name, model in models.items():
         worker = ModelWorker(load_model(model()), optim=OptimConfig(), max_tokens=80, placement=placement())
         trainer = RoleTrainer(worker, loss=loss)
@@ -101,6 +118,19 @@ def results(placement, every=True, models=MODELS):
                 found[f"{name}, {i}, {mode}, norm"] = torch.tensor(norm)
                 for p in worker.module.parameters():
                     p.grad = None
+        needs = {"entropy": True, "constants": CONSTANTS, "divergence": Divergence(teacher, 0.4)}
+        for what, processors, used, asked in (
+            ("teacher", LogitsProcessors(temperature=0.7), against_teacher, needs),
+            ("top 20", LogitsProcessors(top_k=20), loss, {"entropy": True}),
+        ):
+            worker.processors = processors
+            metrics = worker.forward_backward(weighted, used, **asked)
+            found[f"{name}, {what}"] = torch.tensor([v for _, v in sorted(flat(metrics).items())])
+            with worker.placement.during("step"):
+                for key, master in worker.optim.masters.items():
+                    found[f"{name}, {what}, {key}"] = whole(master.grad)
+            for p in worker.module.parameters():
+                p.grad = None
     critic = load_model(tiny_model(4), role="critic")
     with torch.no_grad():
         critic.score_head.weight.normal_(generator=torch.Generator().manual_seed(0))

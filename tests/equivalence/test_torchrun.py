@@ -73,7 +73,7 @@ COMMANDS = {
     "grpo-hf-lora": [*GRPO, "trainer.max_steps=2", "rollout_engine=hf", *LORA],
     "grpo-lora": [*GRPO, "trainer.max_steps=2", *LORA, "algo.beta=0.1", "trainer.merge_adapter=true"],
     "grpo-distillation": [*GRPO, "trainer.max_steps=2", "teacher.model=teacher", "teacher.dtype=float32",
-                          "algo.policy_loss_fn=gkd"],
+                          "algo.policy_loss_fn=gkd", *SGD],
     "grpo-reward-model": [*GRPO, "trainer.max_steps=2", "reward=[reward_model, reward.py:length]",
                           "reward_model.model=judge", "reward_model.dtype=float32", *SGD],
 }  # fmt: skip

@@ -80,6 +80,25 @@ def test_halving_wins_every_guessing_game_and_the_starting_conversations_are_gam
     assert all([m["role"] for m in one] == ["user", "assistant"] * (len(one) // 2) for one in said)
 
 
+def test_the_search_has_the_answers_of_the_questions_and_none_for_a_part_of_a_name():
+    module = resolve_module(f"{RECIPES[0].parent}/people_env.py", "environment")
+    for row in (*module.train_rows(), *module.test_rows()):
+        words = row["messages"][0]["content"].strip("?").split()
+        name = " ".join(words[2:4] if words[0] == "Where" else words[5:7])
+        people = module.People()
+        people.reset("", row["answer"])
+        found = people.search(name)
+        assert f"lives in {row['answer']} " in found or found.endswith(f"works as a {row['answer']}.")
+        assert people.search(name.split()[0]) == f"Nothing about {name.split()[0]}." and people.get_reward() == 0.0
+        people.step({"content": row["answer"]})
+        assert people.get_reward() == 1.0
+    questions = {row["messages"][0]["content"] for row in module.train_rows()}
+    assert len(questions) == 500 and not questions & {row["messages"][0]["content"] for row in module.test_rows()}
+    calls = [m for row in module.conversations() for m in row["messages"] if "tool_calls" in m]
+    whole = [" " in m["tool_calls"][0]["function"]["arguments"]["name"] for m in calls]
+    assert 170 < len(calls) < 220 and 0.4 < sum(whole) / len(calls) < 0.6
+
+
 def test_the_calculator_answers_the_questions_and_the_starting_conversations_call_it():
     module = resolve_module(f"{RECIPES[0].parent}/calculator_env.py", "environment")
     signs = {"plus": "+", "minus": "-", "times": "*"}

@@ -50,14 +50,15 @@ text, and does here too.
 
 ## Environments
 
-An environment is the file of July 2025: `reward_fn(messages, answer)`, `interact(messages)` and `TOOL`, taken as it
-is ([Environments](environments.md)). Files of the later forms run unchanged too: those with
-`step(state, action, extra_info)`, with or without `reset(extra_info)`, and those with `env_step(sample)` that make
-`generate` by `base_generate`; whet calls the function itself, and RL2 need not be installed. In whet's own commands it
-is named, `rollout.env_path=env.py:step`. An episode has one number, the sum of the steps' rewards. `next_state` must
-begin with the state and the action; what follows is a user's message in the chat template, and follows unchanged with
-`apply_chat_template=false`. `done` ends an episode, or the 16th turn (`rollout.max_turns`). A function `generate` of
-one's own is refused. A file of the newest form,
+An environment is the file of July 2025: `reward_fn(messages, answer)`, `interact(messages)` and `TOOL`, taken as it is
+([Environments](environments.md)). Files of the later forms run unchanged too: those with `step(state, action,
+extra_info)`, with or without `reset(extra_info)`, and those with `env_step(sample)` that make `generate` by
+`base_generate`; whet calls the function itself, and RL2 need not be installed. In whet's own commands it is named,
+`rollout.env_path=env.py:step`. An episode has one number, the sum of the steps' rewards. What `next_state` adds to the
+state and the action is a user's message in the chat template, and follows unchanged with `apply_chat_template=false`. A
+`next_state` that rewrites them begins another sequence of the episode with its text as the prompt, as in RL2;
+`rollout.max_prompt_length` does not count for it. `done` ends an episode, or the 16th turn (`rollout.max_turns`). A
+function `generate` of one's own is refused. A file of the newest form,
 
 ```
 from functools import partial

@@ -276,7 +276,8 @@ def _describe_stop(stop: KeyboardInterrupt, config: AnyRun) -> str:
         return f"{what}; there is no checkpoint to resume from"
     where = "" if isinstance(stop, Stopped) else f"; checkpoint: {newest}"
     named = f"trainer.run_dir={shlex.quote(str(trainer.run_dir))}"
-    return f"{what}{where}\ncontinue with:\n  {program()} {config.COMMAND} {named} trainer.resume=latest"
+    there = f"cd {shlex.quote(str(Path.cwd()))}"  # relative paths of the configuration begin there
+    return f"{what}{where}\ncontinue with:\n  {there} && {program()} {config.COMMAND} {named} trainer.resume=latest"
 
 
 def program() -> str:

@@ -26,15 +26,17 @@ from whet.config import (
     TrainingConfig,
     check_complete,
     check_supervised,
+    dump_tree,
 )
 from whet.config.data import source_paths
+from whet.config.loader import flatten
 from whet.config.rewards import REWARD_MODEL
 from whet.data.prompt_stream import first_row, has_random_access, is_batch
 from whet.data.prompts import ANSWER, find_prompt_column
 from whet.data.sources import check_source
 from whet.envs import load_script
 from whet.envs.agent import load_agent
-from whet.errors import ConfigError, raise_all
+from whet.errors import CheckpointError, ConfigError, raise_all
 from whet.learners.from_config import objective_checks, other_field, policy_loss
 from whet.learners.grpo import check_temperature
 from whet.learners.preference_from_config import make_preference_objective, make_reward_loss
@@ -46,6 +48,7 @@ from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.resolve import resolve_reward, resolve_rewards
 from whet.rollout import check_engine
 from whet.run.builtin_observers import check_push_to_hub
+from whet.run.provenance import check_settings
 from whet.storage.files import check_writable
 from whet.storage.folder_lock import check_unlocked
 from whet.storage.run_folder import check_no_run
@@ -141,12 +144,32 @@ def _shared_checks(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
     yield "data trainer", partial(_check_watched, trainer, evaluates)
     if trainer.resume is not None:
         yield "trainer", partial(Checkpoints(trainer.checkpoint_root, {}).find, trainer.resume)
+        if trainer.resume == "latest":
+            yield " ".join(field.name for field in dataclasses.fields(config)), partial(_check_resumed_numbers, config)
     elif trainer.run_dir is not None:
         yield "trainer", partial(check_no_run, trainer.run_dir)
     for key in ("run_dir", "checkpoint_root_directory"):
         if (folder := getattr(trainer, key)) is not None:
             yield "", partial(check_writable, folder, f"trainer.{key}")
             yield "", partial(check_unlocked, folder, f"trainer.{key}")
+
+
+def _check_resumed_numbers(config: RunConfig | SupervisedRunConfig) -> None:
+    """Raises CheckpointError: a number that a resumed run may not change differs from the checkpoint's.
+
+    The run compares the other settings too, when "auto" has a value and all files are verified.
+    """
+    trainer = config.trainer
+    checkpoint = Checkpoints(trainer.checkpoint_root, {}).find("latest")
+    if checkpoint is None or trainer.allow_config_change:
+        return
+    try:
+        before = flatten(Checkpoints.state(checkpoint)["settings"])
+    except CheckpointError:
+        return
+    now = flatten(dump_tree(config))
+    numbers = [key for key, value in now.items() if key in before and isinstance(value, int | float)]
+    check_settings({key: before[key] for key in numbers}, {key: now[key] for key in numbers}, allow=False)
 
 
 def _role_checks(section: str, role: RoleConfig | None, *, trained: bool) -> Iterator[Check]:

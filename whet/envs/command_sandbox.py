@@ -49,10 +49,6 @@ _FIRST_USER = 1_000_000_000
 Each command has one of its own."""
 
 
-_TRIED = Path("/usr")
-"""The folder of the command that is tried first."""
-
-
 class CommandSandbox(abc.ABC):
     """What BubblewrapSandbox and ContainerSandbox share.
 
@@ -212,15 +208,15 @@ class BubblewrapSandbox(CommandSandbox):
             words += ["--setenv", *variable]
         if self._is_root:
             user = next(self._users)
-            if folder != _TRIED:
-                _give(folder, user)
+            _give(folder, user)
             words += ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--inh-caps=-all"]
             words += ["--bounding-set=-all", "--no-new-privs"]
         return words
 
     def _try(self) -> subprocess.CompletedProcess[str]:
-        words = [*self._wrap(_TRIED, ""), "/bin/true"]
-        return subprocess.run(words, capture_output=True, text=True, check=False)
+        with tempfile.TemporaryDirectory(prefix="whet-sandbox-") as folder:
+            words = [*self._wrap(Path(folder), ""), "/bin/true"]
+            return subprocess.run(words, capture_output=True, text=True, check=False)
 
     def _failed(self, exit_code: int, stderr: str) -> bool:
         return exit_code == 1 and stderr.startswith("bwrap: ")

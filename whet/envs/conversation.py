@@ -25,7 +25,7 @@ from whet.errors import DataError, InfrastructureError, RewardError, format_valu
 from whet.rewards.checked_values import error_from_exception
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Episode, Turns
-from whet.rollout.external_calls import CallTimeoutError, ExternalCall
+from whet.rollout.external_calls import CallGenerator, CallTimeoutError, ExternalCall
 from whet.types import Completion, Message, Prompt
 
 __all__ = ["Conversation"]
@@ -116,7 +116,7 @@ class Conversation:
         end = math.inf if self.episode_timeout_s is None else time.monotonic() + self.episode_timeout_s
         transcript = self._transcript(episode.prompt)
 
-        def ask(name: str, calls: Generator[ExternalCall, Any, Any]) -> Generator[ExternalCall, Any, Any]:
+        def ask(name: str, calls: CallGenerator[Any]) -> CallGenerator[Any]:
             told = self._told(calls, end)
             return told if tape is None else tape.ask(name, transcript.context, told)
 
@@ -180,8 +180,8 @@ class Conversation:
         self,
         instance: EnvironmentInstance | None,
         transcript: ChatTranscript,
-        ask: Callable[..., Generator[ExternalCall, Any, Any]],
-    ) -> Generator[ExternalCall, Any, list[Message]]:
+        ask: Callable[..., CallGenerator[Any]],
+    ) -> CallGenerator[list[Message]]:
         """Returns the environment's messages. Raises RewardError: it raised, was late, or returned something else."""
         if instance is not None:
             name = f"step of {self.script.name}"
@@ -199,7 +199,7 @@ class Conversation:
         _check_messages(answer, name, of_class=instance is not None)
         return [dict(m) for m in answer]
 
-    def _told(self, calls: Generator[ExternalCall, Any, Any], end: float) -> Generator[ExternalCall, Any, Any]:
+    def _told(self, calls: CallGenerator[Any], end: float) -> CallGenerator[Any]:
         """Yields calls of the user's code to the driver.
 
         Args: end: the time at which the episode has to be over.
@@ -227,7 +227,7 @@ class Conversation:
                 raise error_from_exception(call.name, error, __file__) from error
 
 
-def _waiting(call: ExternalCall) -> Generator[ExternalCall, Any, Any]:
+def _waiting(call: ExternalCall) -> CallGenerator[Any]:
     return (yield call)
 
 

@@ -25,18 +25,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import dataclasses
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from whet.data.prompts import PromptEncoder
 from whet.envs.tools import ToolCounts, ToolLimits, Tools
+from whet.envs.transcript import with_source
 from whet.errors import ConfigError, DataError, RewardError, format_exception, format_value
 from whet.rewards.checked_values import check_values
-from whet.rollout.external_calls import ExternalCall, run_function
+from whet.rollout.external_calls import CallGenerator, ExternalCall, run_function
 from whet.types import Message, Prompt
 
 __all__ = [
@@ -147,7 +147,7 @@ class EnvironmentInstance:
         self._instance: Any = None
         self._tools: Tools = of.tools
 
-    def reset(self, prompt: Prompt) -> Generator[ExternalCall, Any, Any]:
+    def reset(self, prompt: Prompt) -> CallGenerator[Any]:
         """Creates the instance and resets it.
 
         Args: prompt: of the group.
@@ -174,7 +174,7 @@ class EnvironmentInstance:
         self._tools = self.of.tools.with_functions({**self.of.tools.functions, **methods}, self._limits)
         return observation
 
-    def respond(self, message: Message) -> Generator[ExternalCall, Any, Any]:
+    def respond(self, message: Message) -> CallGenerator[Any]:
         """Runs the calls of a turn, or `step` if it has none. Returns: what answers it; [] = the episode ends."""
         answer: Any = None
         if calls := message.get("tool_calls"):
@@ -186,7 +186,7 @@ class EnvironmentInstance:
             answer = [{"role": "user", "content": answer}]
         return [] if answer is None or getattr(self._instance, "done", False) else answer
 
-    def get_reward(self, method: str = "get_reward") -> Generator[ExternalCall, Any, float]:
+    def get_reward(self, method: str = "get_reward") -> CallGenerator[float]:
         """Returns the reward of the episode, or by get_turn_reward that of its last turn; NaN = not applicable.
 
         Raises: RewardError: it is no finite number.
@@ -235,8 +235,6 @@ def with_observation(prompt: Prompt, observation: Any, encode: PromptEncoder, na
     """
     if observation is None:
         return prompt
-    encode = copy.copy(encode)  # what the environment says counts for the episode, not for the row's prompt
-    encode.max_prompt_length = None
     source = prompt.source
     is_messages = isinstance(observation, list | tuple) and all(isinstance(m, Mapping) for m in observation)
     if is_messages and not encode.is_plain(source):
@@ -252,7 +250,4 @@ def with_observation(prompt: Prompt, observation: Any, encode: PromptEncoder, na
     else:
         *first, last = source
         source = [*first, {**last, "content": last["content"] + observation}]
-    encoded = encode({encode.prompt_column or "prompt": source, **prompt.columns}, prompt.row)
-    if encoded is None:
-        raise DataError(f"row {prompt.row}: the prompt with the text of {name} is too long; raise max_prompt_length")
-    return dataclasses.replace(encoded, columns=prompt.columns)
+    return with_source(prompt, source, encode)

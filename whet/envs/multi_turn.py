@@ -19,7 +19,7 @@ import numpy as np
 from whet.envs.failures import Status
 from whet.rollout.base import Output, Request, Sampling
 from whet.rollout.driver import Episode
-from whet.rollout.external_calls import ExternalCall
+from whet.rollout.external_calls import CallGenerator, ExternalCall
 from whet.types import Completion, FinishReason, Message
 
 __all__ = ["PROMPT", "Transcript", "room_after", "run_turns", "stand_in"]
@@ -53,7 +53,7 @@ def run_turns(
     episode: Episode,
     sampling: Sampling,
     transcript: Transcript,
-    respond: Callable[[], Generator[ExternalCall, Any, Sequence[Message]]],
+    respond: Callable[[], CallGenerator[Sequence[Message]]],
     *,
     room: Callable[[np.ndarray], int],
     max_turns: int | None,

@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import numpy as np
 from whet.envs.tools import ToolCounts
 from whet.errors import RewardError, format_value
 from whet.rollout.driver import Episode, Turns
+from whet.rollout.external_calls import CallGenerator
 from whet.storage.files import make_writable_folder
 from whet.types import Completion, Prompt
 
@@ -82,7 +83,7 @@ class Tape:
             ) from error
         self.calls.append([name, _digest(context), answer])
 
-    def ask(self, name: str, context: np.ndarray, calls: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    def ask(self, name: str, context: np.ndarray, calls: CallGenerator[Any]) -> CallGenerator[Any]:
         """Returns the recorded answer, or that of the environment, which is recorded. Args: calls: ask the
         environment.
         """

@@ -7,7 +7,7 @@ ids of an answer and never encodes earlier ids again, so an episode is one seque
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from whet.envs.tool_calls import ToolTemplate
 from whet.envs.tools import ToolCounts, Tools
 from whet.rollout.base import Output, Sampling
 from whet.rollout.driver import Episode, Turns, completion
-from whet.rollout.external_calls import ExternalCall
+from whet.rollout.external_calls import CallGenerator, ExternalCall
 from whet.types import Completion, Message, Prompt
 
 __all__ = ["ToolEpisodes", "ToolTranscript"]
@@ -99,10 +99,10 @@ class ToolEpisodes:
         prompt, tools, tape = start(episode)
         transcript, counts = ToolTranscript(prompt, self.template, tools), ToolCounts()
 
-        def run(calls: Any) -> Generator[ExternalCall, Any, Sequence[Message]]:
+        def run(calls: Any) -> CallGenerator[Sequence[Message]]:
             return (yield ExternalCall(function=lambda: tools.run(calls, counts), name="the tools"))
 
-        def respond() -> Generator[ExternalCall, Any, Sequence[Message]]:
+        def respond() -> CallGenerator[Sequence[Message]]:
             calls = transcript.messages[-1].get("tool_calls")
             if not calls:
                 return []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,10 @@ from whet.rollout.base import Output
 from whet.rollout.driver import Episode
 from whet.types import Completion, FinishReason, Message, Prompt
 
-__all__ = ["ChatTranscript"]
+__all__ = ["REPLACES", "ChatTranscript", "with_source"]
+
+REPLACES = "replaces"
+"""Key of an answer's only message where it replaces the conversation: another sequence begins with it."""
 
 
 class ChatTranscript:
@@ -48,18 +53,26 @@ class ChatTranscript:
         self.prompt, self._parse = prompt, parse
         self.turn_rewards: dict[int, float] = {}
         """Turn, from 0 -> the reward that the environment gave for it."""
-        is_plain = encode.is_plain(prompt.source)
+        self._encode, is_plain = encode, encode.is_plain(prompt.source)
         self.session = Session(ChatRenderer(encode.tokenizer, encode.template, end_ids, is_plain=is_plain))
+        self._options = {**template_options(prompt.columns, prompt.row), "row": prompt.row}
+        self._first: Message = {}
+        self._replaced: list[tuple[list[Message], Any]] = []
+        """The messages that have replaced the conversation, and their source."""
+        self._turn: Turn | None = self._begin(prompt)
+        self._open = self.messages[-1] if len(self._turn.messages) < len(self.messages) else None
+        self._num_before = len(self._turn.messages)
+
+    def _begin(self, prompt: Prompt) -> Turn:
+        """Returns the first turn of a sequence behind a prompt."""
+        encode, is_plain = self._encode, self._encode.is_plain(prompt.source)
         self.messages: list[Message] = encode.messages(prompt.source)
         """The conversation, the prompt included."""
-        before = list(self.messages)
-        self._open = before.pop() if not is_plain and before[-1]["role"] == "assistant" else None
-        self._num_before = len(before)
-        self._first: Message = {}
-        self._options = {**template_options(prompt.columns, prompt.row), "row": prompt.row}
-        asked, key = list(self.messages), template_key((), self._options)
+        asked, before = list(self.messages), list(self.messages)
+        if not is_plain and before[-1]["role"] == "assistant":
+            before.pop()
         text = lambda: str(prompt.source) if is_plain else encode.render(asked, prompt.row, prompt.columns).text
-        self._turn: Turn | None = Turn(prompt.tokens, None, prompt.tokens, before, key, text)
+        return Turn(prompt.tokens, None, prompt.tokens, before, template_key((), self._options), text)
 
     @property
     def context(self) -> np.ndarray:
@@ -83,8 +96,15 @@ class ChatTranscript:
     def add_answer(self, messages: Sequence[Message]) -> None:
         """Appends the environment's messages, and the header of the model's next turn.
 
+        Args: messages: one with REPLACES is the prompt of another sequence.
         Raises: DataError: the chat template refuses the messages.
         """
+        if messages[0].get(REPLACES):
+            text, is_text = messages[0]["content"], isinstance(self.prompt.source, str)
+            prompt = with_source(self.prompt, text if is_text else [{"role": "user", "content": text}], self._encode)
+            self._turn = self._begin(prompt)
+            self._replaced.append((self.messages, prompt.source))
+            return
         self.messages += messages
         self._turn = self.session.begin(self.messages, (), self._options)
 
@@ -96,6 +116,21 @@ class ChatTranscript:
         """Returns the sequences to train on: see `Session.completions`."""
         has_own_prompt = not np.array_equal(self.prompt.tokens, episode.prompt.tokens)
         own_prompt = self.prompt.source if has_own_prompt else None
-        split = lambda messages: (own_prompt, [self._first, *messages[self._num_before + 1 :]])
+
+        def split(messages: list[Message]) -> tuple[Any, list[Message]]:
+            for head, source in self._replaced:
+                if head[0] is messages[0]:
+                    return source, messages[len(head) :]
+            return own_prompt, [self._first, *messages[self._num_before + 1 :]]
+
         rewards = [self.turn_rewards.get(i, 0.0) for i in range(self.session.turns)] if self.turn_rewards else []
         return self.session.completions(episode, info, reason, split, rewards)
+
+
+def with_source(prompt: Prompt, source: str | list[Message], encode: PromptEncoder) -> Prompt:
+    """Returns a prompt with another text or messages. They count for the episode, not for rollout.max_prompt_length."""
+    encode = copy.copy(encode)
+    encode.max_prompt_length = None
+    encoded = encode({encode.prompt_column or "prompt": source, **prompt.columns}, prompt.row)
+    assert encoded is not None, "without a longest length none is too long"
+    return replace(encoded, columns=prompt.columns)

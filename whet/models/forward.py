@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -22,6 +21,7 @@ from whet.models.linear_divergence import HeadStates, linear_divergence
 from whet.models.linear_logprob import linear_stats
 from whet.models.matmul import row_chunks
 from whet.models.projection import CHUNK_BYTES, Projection, chunk_rows
+from whet.models.vocabulary import VocabularyPart
 from whet.ops.logits_processors import LogitsProcessors, process_logits
 from whet.ops.logprobs import entropy as entropy_of
 from whet.ops.logprobs import is_argmax, log_sum_sq_probs, selective_log_softmax
@@ -108,6 +108,8 @@ def head_states(loaded: LoadedModel, micro: MicroBatch, temperature: float = 1.0
 
 def _linear_head_states(module: PreTrainedModel, head: Head, hidden: Tensor, temperature: float) -> HeadStates:
     layer: Any = module.get_output_embeddings()
+    part = VocabularyPart.of(layer.weight)
+    hidden = hidden if part is None else part.read(hidden)
     return HeadStates(hidden, layer.weight, layer.bias, Projection(temperature, head.scale, head.softcap))
 
 
@@ -182,7 +184,7 @@ def model_stats(
         return dataclasses.replace(stats, values=values, scores=scores)
     if head.linear:
         assert hidden is not None
-        vocab, logits = layer.weight.shape[0], lambda s: head.logits(F.linear(hidden[s], layer.weight, layer.bias))
+        vocab, logits = layer.weight.shape[0], lambda s: head.logits(layer(hidden[s]))
     else:
         rows = module(**_inputs(micro)).logits.flatten(0, 1).index_select(0, micro.hidden_index)
         vocab, logits = rows.shape[1], lambda s: to_fp32(rows[s])
@@ -234,7 +236,8 @@ def _full_logits_stats(
 
     count, size = len(micro.hidden_index), vocab * 4
     # a quarter of the fused head's on a GPU: sorting and autograd hold more copies of a chunk
-    slices = row_chunks(count, chunk_rows(count // 4, size, micro.targets.device, chunk_bytes=CHUNK_BYTES))
+    slices = list(row_chunks(count, chunk_rows(count // 4, size, micro.targets.device, chunk_bytes=CHUNK_BYTES)))
+    slices = slices or [slice(0, 0)]  # a process may have no target of a pass
     if count * size <= MAX_KEPT_BYTES or not torch.is_grad_enabled():
         chunks = [chunk_stats(s) for s in slices]
     else:

@@ -6,7 +6,7 @@
     forward passes                    every rank makes the same list; of n data ranks each runs every n-th pass of it
     tokens of a pass                  with context parallelism, several ranks run a pass together, each on some tokens
     matrices of a layer               with tensor parallelism, several ranks run a pass together, each with some rows or
-                                      columns of them, and with the logits of some targets (parallel/tensor.py)
+                                      columns of them, and of the logits (parallel/tensor.py)
     gradients                         are whole until the last pass, in which they are added over the ranks and become
                                       shards; with sync_each_pass they do so in every pass, one layer at a time. They
                                       are never averaged: the token weights were computed from the whole batch, so
@@ -44,7 +44,7 @@ from whet.parallel.loading import receive, without_weights
 from whet.parallel.mesh import ProcessMesh
 from whet.parallel.placement import Phase, Placement
 from whet.parallel.ranks import Ranks
-from whet.parallel.tensor import EngineWeights, divide_layer, share_head, sum_gradients, take_targets
+from whet.parallel.tensor import EngineWeights, divide_layer, divide_vocabulary, sum_gradients
 from whet.types import TokenStats
 from whet.util.tensor_subclasses import gather_full_tensor
 
@@ -76,8 +76,6 @@ class FSDPPlacement(Placement):
         self._engine_weights = EngineWeights()
         self._partial: set[str] = set()
         """The parameters whose gradients are to be summed over the ranks that divide matrices."""
-        self._copied: set[str] = set()
-        """The parameters whose gradients have been summed over these ranks, though each had all of it."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,16 +104,16 @@ class FSDPPlacement(Placement):
         only_on_writer = any(self.ranks.all_gather(next(module.parameters()).is_meta))
         backbone: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
         names = {part: name for name, part in module.named_modules()}
-        if self.mesh.tensor is not None:
-            self._copied.update(share_head(module, self.mesh.tensor.get_group()))
         for part in (*backbone.layers, module):
             if only_on_writer:
                 whole = (p for p in part.parameters() if not isinstance(p, DTensor))  # layers are sharded by then
                 receive(whole, torch.device(self.mesh.device_type))
-            if self.mesh.tensor is not None and part is not module:
+            if self.mesh.tensor is not None and part is module:
+                divide_vocabulary(module, self.mesh.tensor)
+            elif self.mesh.tensor is not None:
                 partial = divide_layer(backbone, part, self.mesh.tensor)
                 self._partial.update(f"{names[part]}.{name}" for name in partial)
-            fully_shard(part, mesh=self.mesh.outside if part is module else self.mesh.fsdp, mp_policy=policy)
+            fully_shard(part, mesh=self.mesh.fsdp, mp_policy=policy)
         for part in _parts(module):  # both calls: gloo can't do the first alone, and the second alone is a mean
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
@@ -129,8 +127,6 @@ class FSDPPlacement(Placement):
         if phase == "step" and self.mesh.tensor is not None and self._optim is not None:
             grads = {name: m.grad for name, m in self._optim.masters.items() if m.grad is not None}
             sum_gradients([g for name, g in grads.items() if name in self._partial], self.mesh.tensor.get_group())
-            for name in self._copied & grads.keys():
-                _local(grads[name]).div_(self.mesh.tensor_size)
         try:
             yield
         finally:
@@ -148,7 +144,7 @@ class FSDPPlacement(Placement):
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
         if self.mesh.tensor is not None:
-            (self._engine_weights.put_parts if parts else self._engine_weights.put_whole)(self.module)
+            self._engine_weights.put(self.module, parts=parts)
         self._serves_engine = True
         try:
             yield self.module
@@ -206,15 +202,13 @@ class FSDPPlacement(Placement):
 
     def split_tokens(self, micro: MicroBatch) -> MicroBatch:
         """See Placement."""
-        if self._serves_engine:
+        if self._serves_engine or self.mesh.context_size == 1:
             return micro
-        if self.mesh.context_size > 1:
-            micro = take_share(micro, self.mesh.context_group)
-        return micro if self.mesh.tensor is None else take_targets(micro, self.mesh.tensor.get_group())
+        return take_share(micro, self.mesh.context_group)
 
     def gather_tokens(self, stats: TokenStats, micro: MicroBatch) -> TokenStats:
         """See Placement."""
-        return stats if micro.share is None else gather_stats(stats, micro.share, self.mesh.pass_group)
+        return stats if micro.share is None else gather_stats(stats, micro.share, self.mesh.context_group)
 
     def check_same_passes(self, facts: Mapping[str, Any]) -> None:
         """See Placement."""
@@ -262,7 +256,7 @@ def _local(grad: Tensor) -> Tensor:
 def _is_divided(grad: Tensor) -> bool:
     """Returns whether the ranks that divide matrices have different parts. Their axis is the last one of the mesh."""
     named = grad.device_mesh.mesh_dim_names if isinstance(grad, DTensor) else None
-    return bool(named) and named[-1] in ("tensor", "every") and grad.placements[-1].is_shard()  # pyright: ignore
+    return bool(named) and named[-1] == "tensor" and grad.placements[-1].is_shard()  # pyright: ignore
 
 
 def _call(self: nn.Module, fn: Callable[[], Any]) -> Any:

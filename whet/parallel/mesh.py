@@ -6,8 +6,7 @@ Rank = (data · context_parallel_size + context) · tensor_parallel_size + tenso
     tokens       the context ranks of one data rank divide the tokens of its passes (parallel/context.py)
     matrices     the tensor ranks of one context rank divide the matrices of the layers (parallel/tensor.py)
     shards       over all data and context ranks, or, with replicas, within each of `data_parallel_replicate_size`
-                 groups of neighbouring ranks, which hold the same shards (HSDP); those of embedding, last norm and
-                 head, which the tensor ranks do not divide, over the tensor ranks too
+                 groups of neighbouring ranks, which hold the same shards (HSDP)
 """
 
 from __future__ import annotations
@@ -26,16 +25,12 @@ class ProcessMesh:
 
     fsdp: DeviceMesh
     """(shards) or (replicas, shards): what fully_shard takes."""
-    outside: DeviceMesh
-    """The same for what lies outside the layers: its shards are over the tensor ranks too."""
     tensor: DeviceMesh | None
     """The ranks that run the same passes on the same tokens, each with a part of the matrices; None = each has all."""
     data_group: dist.ProcessGroup
     """The ranks that run other passes on the same part of the tokens, with the same part of the matrices."""
     context_group: dist.ProcessGroup
     """The ranks that run the same passes on other parts of the tokens, with the same part of the matrices."""
-    pass_group: dist.ProcessGroup
-    """The ranks that run the same passes."""
 
     @property
     def device_type(self) -> str:
@@ -83,10 +78,8 @@ def make_mesh(
     groups = grid.get_group("data"), grid.get_group("context")
     if tensor == 1:
         fsdp = init_device_mesh(device, sharded, mesh_dim_names=names)
-        return ProcessMesh(fsdp, fsdp, None, *groups, groups[1])
-    passes = init_device_mesh(device, (size // context // tensor, context * tensor), mesh_dim_names=("data", "pass"))
+        return ProcessMesh(fsdp, None, *groups)
     whole = init_device_mesh(
         device, (*sharded, tensor), mesh_dim_names=(*names, "tensor")
     )  # FSDP wants one mesh of both
-    every = init_device_mesh(device, (*sharded[:-1], sharded[-1] * tensor), mesh_dim_names=(*names[:-1], "every"))
-    return ProcessMesh(whole[names], every, whole["tensor"], *groups, passes.get_group("pass"))
+    return ProcessMesh(whole[names], whole["tensor"], *groups)

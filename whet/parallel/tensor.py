@@ -6,11 +6,9 @@
     o and down projections              by columns: each process adds a part of every output, summed over the processes
     norms of q and k                    whole, though each process norms its own heads only: their gradients are summed
                                         over the processes once per update
-    embedding, other norms              whole, with the same gradient on each process
-    head                                whole; each process computes the logits of some targets, so the gradients of the
-                                        head and of the last hidden states are summed over the processes
-    shards of embedding, last norm      over these processes too, which FSDP sums the gradients over; that of what has
-    and head                            the same gradient on each is divided by their number
+    other norms, score head             whole, with the same gradient on each process
+    embedding                           by rows, which are token ids: each process adds the embeddings of its ids
+    head                                by rows: each process has the logits of its ids (models/vocabulary.py)
 
 Rows and columns are those of torch's weight [out, in]. Megatron and transformers name the transpose: by rows is their
 colwise, by columns their rowwise. Of an adapter B A, B is divided beside a layer that is divided by rows, A beside one
@@ -23,7 +21,7 @@ the gradients of q, k and v apart, and its layers can't run with plain weights, 
 that are summed once per update are, in fp32, as the placement enters "step" (parallel/fsdp.py).
 
 While the embedded engine samples, each process has its part of each layer (rollout/tensor_parallel.py); for other
-engines, and to score alone, the whole model. Embedding and head are whole in every pass. Left out on purpose: plans
+engines, and to score alone, the whole model. Embedding and head are whole there. Left out on purpose: plans
 with other kinds of parts (experts, packed projections), which are refused by name; sequence parallelism (arXiv
 2205.05198), since context parallelism divides the hidden states between the layers already; sums that overlap with
 products.
@@ -31,7 +29,6 @@ products.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -45,15 +42,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from whet.errors import ConfigError
 from whet.models.heads import score_layer
 from whet.models.lora_layers import is_adapter_layer, plain_linear
-from whet.packing.micro_batch import MicroBatch, RankShare
+from whet.models.vocabulary import VocabularyPart
+from whet.util.collectives import add_results, change_gradient, summed
 
 __all__ = [
     "EngineWeights",
     "check_tensor_parallel",
     "divide_layer",
-    "share_head",
+    "divide_vocabulary",
     "sum_gradients",
-    "take_targets",
 ]
 
 COLWISE, ROWWISE, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -195,7 +192,7 @@ def divide_layer(backbone: Any, layer: nn.Module, mesh: DeviceMesh) -> list[str]
                 part.register_parameter(name, nn.Parameter(shard, whole.requires_grad))
             if style == ROWWISE:
                 part.forward = _row_forward(part, group)
-                part.sum_parts = lambda y: _Sum.apply(y, group)
+                part.sum_parts = lambda y: add_results(y, group)
                 continue
             part.rows = slice(None)
             if copies is not None:
@@ -207,68 +204,65 @@ def divide_layer(backbone: Any, layer: nn.Module, mesh: DeviceMesh) -> list[str]
     return [f"{path}.{name}" for path in summed for name, _ in layer.get_submodule(path).named_parameters()]
 
 
-def share_head(module: nn.Module, group: dist.ProcessGroup) -> list[str]:
-    """Makes the gradients right of a model whose processes each compute the logits of their own targets.
+def divide_vocabulary(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Leaves each process its token ids of the embedding and of the LM head, without communication.
 
-    The gradient of the last hidden states is summed over the processes in each pass. Where the head is the embedding
-    too, its gradient as an embedding, which is whole on each process, is divided by their number.
+    Both stay whole on each process if the head is more than one linear layer, or a process would have no token.
 
-    Args: module: whole; its passes take a micro-batch of `take_targets`. group: the processes.
-    Returns: names of parameters outside the layers whose gradients are the same on each process.
+    Args: module: whole. mesh: the processes.
     """
-    size = group.size()
-    backbone: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
-    embedding: Any = module.get_input_embeddings()  # pyright: ignore[reportCallIssue]
-    layers = [module.get_output_embeddings(), score_layer(module)]  # pyright: ignore[reportCallIssue]
-    heads = {id(p) for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters()}
-
-    def sum_of_states(layer: nn.Module, inputs: Any, output: Any) -> None:
-        output.last_hidden_state = _ForBackward.apply(output.last_hidden_state, lambda grad: _summed(grad, group))
-
-    backbone.register_forward_hook(sum_of_states)
-    if id(embedding.weight) in heads and embedding.weight.requires_grad:
-        embedding.register_forward_hook(lambda _, inputs, output: _ForBackward.apply(output, lambda grad: grad / size))
-    others = heads | {id(p) for p in backbone.layers.parameters()}
-    return [name for name, p in module.named_parameters() if id(p) not in others]
-
-
-class _ForBackward(torch.autograd.Function):
-    """The identity, with another gradient. Args: change: the gradient of the result -> that of x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, change: Any) -> Tensor:
-        ctx.change = change
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.change(grads[0]), None
+    embedding, head = (cast(Any, x)() for x in (module.get_input_embeddings, module.get_output_embeddings))
+    head = None if head is score_layer(module) else head
+    part = VocabularyPart(len(embedding.weight), mesh.get_group())
+    is_plain = isinstance(embedding, nn.Embedding) and (head is None or type(head) is nn.Linear)
+    if not is_plain or part.most * (part.group.size() - 1) >= part.size:
+        return
+    made: dict[int, nn.Parameter] = {}  # the head may be the embedding too
+    layers: list[Any] = [embedding] if head is None else [embedding, head]
+    for layer in layers:
+        for name, whole in list(layer.named_parameters(recurse=False)):
+            if id(whole) not in made:
+                shard = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
+                made[id(whole)] = nn.Parameter(shard, whole.requires_grad)
+            layer.register_parameter(name, made[id(whole)])
+        layer.sampled_whole = True
+    padding = embedding.padding_idx  # whose embedding has no gradient
+    embedding.padding_idx = padding - part.ids.start if padding in range(part.ids.start, part.ids.stop) else None
+    for layer, forward in zip(layers, (_embedding_forward, _head_forward), strict=False):
+        layer.forward = forward(layer)
 
 
-def _summed(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = grad.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
+def _embedding_forward(layer: nn.Embedding) -> Callable[[Tensor], Tensor]:
+    """Returns the forward of a divided embedding: each process adds those of its token ids."""
+    embed = layer.forward  # of the class, which may scale
+
+    def forward(ids: Tensor) -> Tensor:
+        weight: Any = layer.weight
+        part = VocabularyPart.of(weight)
+        if part is None:  # while the process samples
+            return embed(ids)
+        rows, own = part.find(ids)
+        layer._parameters["weight"] = weight.to_local()
+        try:
+            found = embed(rows)
+        finally:
+            layer._parameters["weight"] = weight
+        return add_results(found.masked_fill(~own[..., None], 0.0), part.group)
+
+    return forward
 
 
-def take_targets(micro: MicroBatch, group: dist.ProcessGroup) -> MicroBatch:
-    """Returns a process's part of a pass: all of its tokens, and the targets whose logits this process computes.
+def _head_forward(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """Returns the forward of a divided head for what needs all logits at once: they are gathered."""
 
-    Args: micro: the pass, or the part of it that context parallelism has made. group: the processes.
-    """
-    places = lambda index: torch.arange(0 if index is None else len(index), device=micro.input_ids.device)
-    own, ends = (places(x).tensor_split(group.size())[group.rank()] for x in (micro.targets, micro.last_index))
-    whole = slice(0, micro.input_ids.shape[1])
-    share = micro.share or RankShare(micro, whole, places(micro.targets), places(micro.last_index))
-    columns = ("hidden_index", "targets", "token_index", "sequence", "position")
-    return dataclasses.replace(
-        micro,
-        last_index=None if micro.last_index is None else micro.last_index.index_select(0, ends),
-        **{name: vars(micro)[name].index_select(0, own) for name in columns},
-        share=dataclasses.replace(
-            share, targets=share.targets.index_select(0, own), sequences=share.sequences.index_select(0, ends)
-        ),
-    )
+    def forward(x: Tensor) -> Tensor:
+        part = VocabularyPart.of(layer.weight)
+        if part is None:  # while the process samples
+            return F.linear(x, layer.weight, layer.bias)
+        weight, bias = (None if w is None else cast(Any, w).to_local() for w in (layer.weight, layer.bias))
+        return part.gather_logits(F.linear(part.read(x), cast(Tensor, weight), bias))
+
+    return forward
 
 
 class _Inputs:
@@ -281,12 +275,12 @@ class _Inputs:
     def read(self, x: Tensor) -> Tensor:
         """Returns the same tensor, whose gradient is summed over the processes."""
         if id(x) not in self._read:
-            self._read[id(x)] = x, _ForBackward.apply(x, self._sum)
+            self._read[id(x)] = x, change_gradient(x, self._sum)
         return self._read[id(x)][1]
 
     def _sum(self, grad: Tensor) -> Tensor:
         self.forget()  # a checkpointed layer runs again in the backward pass, and then not to its end
-        return _summed(grad, self._group)
+        return summed(grad, self._group)
 
     def forget(self) -> None:
         """Drops what was read: called after the decoder layer, so nothing is kept longer than autograd keeps it."""
@@ -315,22 +309,10 @@ def _row_forward(layer: nn.Linear, group: dist.ProcessGroup) -> Callable[[Tensor
         weight = layer.weight.to_local() if isinstance(layer.weight, DTensor) else layer.weight
         if weight.shape[1] == layer.in_features:  # whole, while the process samples alone
             return F.linear(x, weight, layer.bias)
-        y = _Sum.apply(F.linear(x, weight), group)
+        y = add_results(F.linear(x, weight), group)
         return y if layer.bias is None else y + layer.bias
 
     return forward
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over the processes. Its gradient is the same on each of them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grads[0], None
 
 
 @torch.no_grad()
@@ -345,14 +327,14 @@ def sum_gradients(grads: list[Tensor], group: dist.ProcessGroup) -> None:
         return
     flat = torch.cat([g.flatten() for g in small])
     dist.all_reduce(flat, group=group)
-    for g, summed in zip(small, flat.split([g.numel() for g in small]), strict=True):
-        g.copy_(summed.view_as(g))
+    for g, total in zip(small, flat.split([g.numel() for g in small]), strict=True):
+        g.copy_(total.view_as(g))
 
 
 class EngineWeights:
     """The matrices of a divided model as plain parameters, for engines: whole, or the part that this process computes.
 
-    They are always the same parameters, since engines refer to them. Their memory is there between `put_whole` and
+    They are always the same parameters, since engines refer to them. Their memory is there between `put` and
     `free`, or, that of the parts, which is FSDP's own, as long as FSDP has gathered them.
     """
 
@@ -361,23 +343,31 @@ class EngineWeights:
         self._parts: dict[tuple[nn.Module, str], nn.Parameter] = {}
 
     @torch.no_grad()
-    def put_whole(self, module: nn.Module) -> None:
-        """Puts whole matrices in place of the divided ones. Args: module: unsharded by FSDP, on every process."""
-        for part, name, p in _divided(module):
-            gathered = p.full_tensor()
-            whole = self._whole.setdefault((part, name), nn.Parameter(torch.empty_like(gathered), p.requires_grad))
-            whole.untyped_storage().resize_(gathered.nbytes)
-            whole.copy_(gathered)
-            part._parameters[name] = whole  # as FSDP does; it puts its own back as it reshards
+    def put(self, module: nn.Module, *, parts: bool) -> None:
+        """Puts plain matrices in place of the divided ones.
 
-    @torch.no_grad()
-    def put_parts(self, module: nn.Module) -> None:
-        """Puts this process's parts in place of the divided matrices, without a copy. Args: as of `put_whole`."""
+        Args: module: unsharded by FSDP, on every process. parts: those of this process, without a copy, but whole ones
+            of embedding and head.
+        """
+        placed: dict[int, nn.Parameter] = {}  # the head may be the embedding too
         for part, name, p in _divided(module):
-            own = p.to_local()[getattr(part, "rows", slice(None))]
-            plain = self._parts.setdefault((part, name), nn.Parameter(own, p.requires_grad))
-            plain.data = own
-            part._parameters[name] = plain
+            if id(p) not in placed:
+                own = parts and not getattr(part, "sampled_whole", False)
+                placed[id(p)] = (self._put_part if own else self._put_whole)(part, name, p)
+            part._parameters[name] = placed[id(p)]  # as FSDP does; it puts its own back as it reshards
+
+    def _put_whole(self, part: nn.Module, name: str, p: DTensor) -> nn.Parameter:
+        gathered = p.full_tensor()
+        whole = self._whole.setdefault((part, name), nn.Parameter(torch.empty_like(gathered), p.requires_grad))
+        whole.untyped_storage().resize_(gathered.nbytes)
+        whole.copy_(gathered)
+        return whole
+
+    def _put_part(self, part: nn.Module, name: str, p: DTensor) -> nn.Parameter:
+        own = p.to_local()[getattr(part, "rows", slice(None))]
+        plain = self._parts.setdefault((part, name), nn.Parameter(own, p.requires_grad))
+        plain.data = own
+        return plain
 
     def free(self) -> None:
         """Frees the memory of the whole matrices."""

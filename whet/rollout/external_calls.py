@@ -14,13 +14,15 @@ import inspect
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["CallResult", "CallTimeoutError", "ExternalCall", "ExternalCalls", "run_function"]
+__all__ = ["CallGenerator", "CallResult", "CallTimeoutError", "ExternalCall", "ExternalCalls", "run_function"]
+
+T = TypeVar("T")
 
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 """Signals that a terminal sends to all its programs. Programs that a function starts must not end by them."""
@@ -48,6 +50,10 @@ class ExternalCall:
     """The name under which its seconds are counted."""
     only_waits: bool = False
     """It only waits for an event, so it starts at once, however many calls are running."""
+
+
+CallGenerator = Generator[ExternalCall, Any, T]
+"""Yields calls, is sent their values, and returns what it made of them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

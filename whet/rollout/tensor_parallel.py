@@ -4,7 +4,7 @@
     each process       has the same requests, its part of the matrices, and the KV of its own heads; it schedules by
                        itself, since equal calls have equal effects
     a decode step      two sums a layer, of the results of attention and of the MLP; then the first process's draws
-    embedding, head    whole on each process
+    embedding, head    whole on each process, gathered from the parts of training
 
 Left out on purpose: whet's native kernels and CUDA graphs, in whose steps nothing is sent, and a head divided by the
 vocabulary.

@@ -238,7 +238,8 @@ class Run:
         self._begun = True
         self._notify("on_run_begin", self)
         self._check_observers()
-        self._signals.install()  # a signal in the first evaluation stops the run after the first step
+        self._signals.at_once = self.ranks.size == 1  # of several processes none may stop alone
+        self._signals.install()
         description = c.pbar_description if self.ranks.is_writer else None
         options = {"description": description, "start": self.step, "metric": self.task.main_metric}
         self.progress = make_progress(c.view, total, phase=lambda: self.roles.trace.status, **options)
@@ -246,7 +247,10 @@ class Run:
         if self.task.has_evaluation and self.step == 0:
             self.evaluate(0)
             self._check_observers()
+            if self._on_any_rank(self.stop_requested):
+                raise Stopped(0, None)
             self.progress.start_clock()
+        self._signals.at_once = False
         self.saved_at = time.monotonic()
 
     # ---- the steps -----------------------------------------------------------------------------------------------

@@ -68,6 +68,8 @@ class SignalHandler:
         self.stop_requested = False
         self.effect = "stopping after this step, with a checkpoint"
         """What a signal leads to, for the log."""
+        self.at_once = False
+        """A signal raises Stopped where it arrives: no step has begun, so nothing is lost."""
         self._pid = 0
         self._previous: dict[int, Any] = {}
         self._forking = threading.local()
@@ -103,9 +105,9 @@ class SignalHandler:
             if number == signal.SIGTERM or (number == signal.SIGINT and again) or not _alive(self._pid):
                 signal.signal(number, self._previous.get(number, signal.SIG_DFL))
                 os.kill(os.getpid(), number)
-        elif number == signal.SIGINT and again:
+        elif self.at_once or (number == signal.SIGINT and again):
             self.uninstall()
-            raise KeyboardInterrupt
+            raise Stopped(0, None) if self.at_once else KeyboardInterrupt
         elif not again:
             how = "Ctrl-C once more" if number == signal.SIGINT else "Ctrl-C (SIGINT)"
             with suppress(Exception):  # the signal may have interrupted the writing of another log line

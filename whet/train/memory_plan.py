@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from whet.config import PPORunConfig, RMRunConfig, RoleConfig, RunConfig, SFTRunConfig, SupervisedRunConfig
 from whet.errors import ConfigError
 from whet.models.attention import ATTENTION, Layout
+from whet.models.fast_layers import FastLayers
 from whet.models.lora import add_adapter
 from whet.models.pretrained import meta_model
 from whet.models.projection import chunk_rows
@@ -104,10 +106,14 @@ class ModelSizes:
     vocabulary: int
     """Rows of the LM head; 0 = it has a score head."""
 
-    def logits(self, tokens: int) -> float:
-        """Counts the bytes that the head holds: three copies of a chunk, and the sum of its weight's gradient."""
-        rows = chunk_rows(tokens, 4 * self.vocabulary, torch.device("cuda")) if self.vocabulary else 0
-        return 3.0 * 4 * rows * self.vocabulary + (4.0 * self.largest if rows else 0.0)
+    def logits(self, tokens: int, processes: int = 1) -> float:
+        """Counts the bytes that the head holds: three copies of a chunk, and the sum of its weight's gradient.
+
+        Args: tokens: of the pass. processes: that divide the vocabulary.
+        """
+        vocabulary = -(-self.vocabulary // processes)
+        rows = chunk_rows(tokens, 4 * vocabulary, torch.device("cuda")) if vocabulary else 0
+        return 3.0 * 4 * rows * vocabulary + (4.0 * self.largest / processes if rows else 0.0)
 
     def activations(self, tokens: int, checkpointing: str, keys: float = 1.0) -> float:
         """Returns bytes that a forward pass holds for its backward pass.
@@ -191,11 +197,14 @@ class _FusedAttention(torch.autograd.Function):
         raise NotImplementedError("only the forward pass is counted")
 
 
-def measure_model(role: RoleConfig, *, trained: bool, scores: bool = False) -> ModelSizes:
+def measure_model(
+    role: RoleConfig, *, trained: bool, scores: bool = False, num_processes: int = 1
+) -> ModelSizes:
     """Counts the sizes of a role's model from its config, without weights.
 
     Args: role: its model, adapter and dtype; "auto" counts as bfloat16, which a GPU takes. trained: whether it is.
-        scores: it has a score head in place of its LM head.
+        scores: it has a score head in place of its LM head. num_processes: of several, passes run the layers' own
+        forwards, which save more.
     Returns: the sizes.
     Raises: ConfigError: there is no model, or its config can't be read or has no language model.
     """
@@ -213,7 +222,8 @@ def measure_model(role: RoleConfig, *, trained: bool, scores: bool = False) -> M
     in_4_bits = {x.weight for x in module.modules() if isinstance(x, nn.Linear) and not x.weight.requires_grad}
     in_4_bits -= {module.get_output_embeddings().weight}
     module.set_attn_implementation(ATTENTION)
-    first, second = (_saved_bytes(module, tokens) for tokens in _TRIALS)
+    with FastLayers(module).enabled() if num_processes == 1 else nullcontext():  # as a worker's pass
+        first, second = (_saved_bytes(module, tokens) for tokens in _TRIALS)
     layout = ShapesLayout(_TRIALS[0])
     _run(module, layout, _TRIALS[0])
     ids = {id(p) for p in in_4_bits} if role.quantization is not None else set()
@@ -341,7 +351,8 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
     dtype is there during the rollout, or with tensor parallelism a process's part of it; during the update, embedding,
     norm and head, one layer, and the next one.
     Gradients are whole between the passes of an update, and become shards as the last pass goes through the layers, or
-    as each pass does (sync_each_microbatch). Tensor parallelism divides layers; embedding and head are whole in passes.
+    as each pass does (sync_each_microbatch). Tensor parallelism divides layers, embedding and head; in the rollout the
+    last two are whole, beside the parts that they are gathered from.
     """
     own_critic = isinstance(config, PPORunConfig) and not (config.critic and config.critic.model == "actor")
     models, role = (2 if own_critic else 1), _trained_role(config)
@@ -357,17 +368,17 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
         shards = num_processes // config.trainer.data_parallel_replicate_size
         tensor = config.trainer.tensor_parallel_size
         outside = sizes.parameters - sizes.layers * sizes.layer_parameters
-        layer = sizes.layer_parameters / tensor
-        divided = (outside + sizes.layers * layer) / sizes.parameters  # the share that tensor parallelism leaves
+        layer, outside_part = sizes.layer_parameters / tensor, outside / tensor
         held = 1 / shards
         whole = float(sizes.parameters)
         if tensor > 1:  # a rollout with whole matrices also has what they are gathered from
-            whole *= divided if _divides_rollout(config) else 1 + divided
-        gathered = Part(gathered.name, float(width * whole), float(width * (outside + min(2, sizes.layers) * layer)))
+            whole = sizes.parameters / tensor + (outside if _divides_rollout(config) else sizes.parameters)
+        in_passes = outside_part + min(2, sizes.layers) * layer
+        gathered = Part(gathered.name, float(width * whole), float(width * in_passes))
         reference, moments, masters = reference * held, moments * held, 0.0
         weights = (4.0 * sizes.trained + width * (sizes.parameters - sizes.trained)) * held
-        kept = sizes.trained * (held if config.trainer.sync_each_microbatch else divided)
-        gradients = 4.0 * kept + min(sizes.trained, max(layer, outside)) * (4.0 + width)
+        kept = sizes.trained * (held if config.trainer.sync_each_microbatch else 1 / tensor)
+        gradients = 4.0 * kept + min(sizes.trained / tensor, max(layer, outside_part)) * (4.0 + width)
     return [
         Part("weights" if num_processes == 1 else "shards of weights", models * weights, models * weights),
         gathered,
@@ -401,7 +412,7 @@ def _held_in_passes(
     reserve = RESERVE if isinstance(config, RunConfig) else 0.0
     return [
         Part(f"activations, {own_tokens:,} tokens", 0.0, sizes.activations(own_tokens, checkpointing, keys)),
-        Part("logits of the head, in parts", 0.0, sizes.logits(own_tokens)),
+        Part("logits of the head, in parts", 0.0, sizes.logits(own_tokens, config.trainer.tensor_parallel_size)),
         Part(f"KV cache, {kv_tokens:,} tokens", kv_bytes * kv_tokens, 0.0),
         Part("KV of earlier turns", turns, 0.0),
         Part("captured decode steps", graphs, graphs),
@@ -461,7 +472,7 @@ def choose_settings(config: C, memory: float, num_processes: int = 1) -> C:
     """
 
     def make_plan() -> tuple[MemoryPlan, float]:
-        sizes = measure_model(config.actor, trained=True)
+        sizes = measure_model(config.actor, trained=True, num_processes=num_processes)
         sizes_of = lambda role: measure_model(role, trained=False).weight_bytes if role and role.model else 0
         teacher, reward = sizes_of(config.teacher), sizes_of(config.reward_model)
         shards = num_processes // config.trainer.data_parallel_replicate_size
@@ -496,7 +507,8 @@ def choose_tokens(
     """
 
     def make_plan() -> tuple[MemoryPlan, float]:
-        sizes = measure_model(config.trained, trained=True, scores=isinstance(config, RMRunConfig))
+        scores = isinstance(config, RMRunConfig)
+        sizes = measure_model(config.trained, trained=True, scores=scores, num_processes=num_processes)
         held = 0.0 if reference is None else float(measure_model(reference, trained=False).weight_bytes)
         return plan_memory(config, sizes, memory=memory, num_processes=num_processes, reference=held), 0.0
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pandas
@@ -180,7 +181,9 @@ def test_conversations_train_in_process_and_one_that_is_stopped_says_the_command
     assert main(["grpo", *chats]) == 130
     said, how, command = capsys.readouterr().err.strip().rsplit("\n", 2)
     assert said.endswith(f"stopped after step 1; checkpoint: {tmp_path}/run/checkpoints/step-000001")
-    assert how == "continue with:" and command.endswith(f" grpo trainer.run_dir={tmp_path}/run trainer.resume=latest")
+    there, command = command.split(" && ")
+    assert how == "continue with:" and there == f"  cd {shlex.quote(str(Path.cwd()))}"
+    assert command.endswith(f" grpo trainer.run_dir={tmp_path}/run trainer.resume=latest")
     again = shlex.split(command)
     assert main(again[again.index("grpo") :]) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
@@ -197,7 +200,8 @@ def test_conversations_train_in_process_and_one_that_is_stopped_says_the_command
     assert "resume: settings of the run that the command does not set again:\n" in said
     assert "trainer.seed=3 (default 0)" in said
     assert main(["grpo", f"trainer.run_dir={folder}", "trainer.resume=latest", "trainer.seed=4"]) == 2
-    assert "trainer.seed: 3 -> 4" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "trainer.seed: 3 -> 4" in said and "run folder:" not in said  # the model is not loaded yet
 
 
 def test_the_written_configuration_gives_the_same_run_again(tmp_path, words):

@@ -27,6 +27,7 @@ from whet.errors import ConfigError
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 OF_RECIPE = {"demo_ppo": PPORunConfig, "demo_sft": SFTRunConfig, "demo_rm": RMRunConfig, "demo_dpo": DPORunConfig}
 OF_RECIPE |= {"smollm2_dpo": DPORunConfig, "smollm2_format_sft": SFTRunConfig, "smollm2_calculator_sft": SFTRunConfig}
+OF_RECIPE |= {"smollm2_search_sft": SFTRunConfig}
 GIVEN = [
     (RunConfig, {}),
     (RunConfig, {"critic": {}, "trainer": {"checkpointing_options": {}, "keep_best": "accuracy"}}),

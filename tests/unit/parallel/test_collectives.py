@@ -107,7 +107,8 @@ def test_a_pass_gathers_each_layer_twice_and_an_update_reduces_it_once(processes
 def test_tensor_parallelism_sums_twice_a_layer_forward_and_twice_backward(processes):
     """Forward after attention and MLP; backward the gradients of what q, k and v read, and of what gate and up read.
 
-    Each process has the logits of half the targets: their statistics and the gradient of the last states are summed.
+    Each process has the logits of half the tokens: the embeddings and the gradient of the last states are summed, and
+    the statistics of the targets gathered. No process has the embedding or the head whole.
     """
     worker = make(1, 1, tensor=2)
     batch = weighted(worker, *((5 + i % 3, (20 + i,)) for i in range(9)))
@@ -115,14 +116,10 @@ def test_tensor_parallelism_sums_twice_a_layer_forward_and_twice_backward(proces
     assert passes > 1
     sent = counts(lambda: worker.forward_backward(batch, loss))
     assert sent == {"allgather_base": passes * (2 * LAYERS + 1), "reduce_scatter_base": LAYERS + 1,
-                    "allreduce": passes * (LAYERS * 4 + 2)}  # fmt: skip
+                    "allreduce": passes * (LAYERS * 4 + 2), "allgather": passes}  # fmt: skip
     assert counts(worker.optim_step) == {"allreduce": 1}  # of the gradients of all norms of q and k
     shards = {name: p.to_local().numel() / p.numel() for name, p in worker.module.named_parameters()}
-    assert shards["model.embed_tokens.weight"] == shards["model.norm.weight"] == 1 / SIZE  # also over these ranks
-    assert shards["model.layers.0.self_attn.q_proj.weight"] == 1 / SIZE
-    micro = worker.micro_batches(batch, None)[0]
-    part, size = worker.placement.split_tokens(micro), len(micro.targets)
-    assert len(part.hidden_index) == len(part.targets) == -(-size // 2) and part.input_ids is micro.input_ids
+    assert shards["model.embed_tokens.weight"] == shards["model.layers.0.self_attn.q_proj.weight"] == 1 / SIZE
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import logging
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from whet.learners.grpo import GRPOLearner
 from whet.learners.step import Step
 from whet.run import run as run_module
 from whet.run.observer import Observer
+from whet.run.signals import Stopped
 from whet.run.start_messages import write_environment
 from whet.storage.run_folder import RunFolder
 from whet.train.role_checkpoints import Checkpoints
@@ -291,6 +294,20 @@ def test_a_run_that_is_asked_to_stop_saves_its_step_and_says_where(make, tmp_pat
             run._signals.stop_requested = True
             step(run)
     assert saved(tmp_path) == ["step-000001"] and not (tmp_path / "final").exists()
+
+
+def test_a_signal_in_the_first_evaluation_ends_the_run_there(make, tmp_path, monkeypatch):
+    said = "^stopped before the end of the first step; nothing was trained$"
+    run, handler = Run(make(run_dir=str(tmp_path)), rows(4), rows(4)), signal.getsignal(signal.SIGTERM)
+
+    def evaluated(run, step):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the evaluation goes on")
+
+    monkeypatch.setattr(run.task, "evaluate", evaluated)
+    with pytest.raises(Stopped, match=said), run:
+        raise AssertionError("the run goes on")
+    assert saved(tmp_path) == [] and signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_a_row_counts_tokens_epochs_and_updates_of_the_whole_run(make, model):

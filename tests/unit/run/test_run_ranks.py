@@ -6,10 +6,11 @@ import pytest
 from helpers import cluster, length_reward, rows
 from meeting import together
 
-from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
+from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, Mode
 from whet.errors import RewardError, RolloutStopped, WhetError
 from whet.learners.grpo import GRPOLearner
 from whet.run.observer import Observer
+from whet.run.signals import Stopped
 
 
 def learner(ranks, *observers, **training):
@@ -65,6 +66,25 @@ def test_a_signal_that_one_rank_has_ends_all_after_the_same_step():
         made.after_step = signalled
         with pytest.raises(KeyboardInterrupt, match="stopped after step 1"):
             made.train(rows(6))
+        return "ended"
+
+    assert together(2, done) == ["ended"] * 2
+
+
+def test_a_signal_that_one_rank_has_in_the_first_evaluation_ends_all_before_a_step():
+    def done(ranks):
+        made = learner(ranks)
+        rollout = made.rollout
+
+        def signalled(prompts, **options):
+            assert options["mode"] is Mode.EVAL
+            made.run._signals.stop_requested = ranks.rank == 1
+            return rollout(prompts, **options)
+
+        made.rollout = signalled
+        made.new_run, new_run = (lambda *data: setattr(made, "run", new_run(*data)) or made.run), made.new_run
+        with pytest.raises(Stopped, match="nothing was trained"):
+            made.train(rows(6), rows(2))
         return "ended"
 
     assert together(2, done) == ["ended"] * 2

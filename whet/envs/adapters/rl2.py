@@ -7,7 +7,8 @@
 
     async def env_step(sample): ...                 # rollout.env_path=env.py:env_step
 
-Left out on purpose: a next_state that does not begin with the text before it, and a function generate of one's own.
+A next_state that does not begin with the text before it begins another sequence of the episode, as in RL2. Left out on
+purpose: a function generate of one's own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from whet.errors import RewardError, format_value
+from whet.envs.transcript import REPLACES
+from whet.types import Message
 
 __all__ = ["STEPS", "step_environment", "without_rl2"]
 
@@ -53,7 +55,7 @@ def step_environment(function: Callable[..., Any]) -> type:
             self.state += text
             return text
 
-        async def step(self, message: Mapping[str, Any]) -> str:
+        async def step(self, message: Mapping[str, Any]) -> str | list[Message]:
             """Answers a turn of the model."""
             action = str(message["content"])
             if function.__name__ == "step":
@@ -68,12 +70,9 @@ def step_environment(function: Callable[..., Any]) -> type:
             if self.done or after is None:
                 self.done = True
                 return ""
-            if not after.startswith(before):
-                raise RewardError(
-                    f"{function.__name__} returned the next_state {format_value(after, 80)}; begin it with state + "
-                    "action: whet appends what follows, and rewrites nothing"
-                )
             self.state = after
+            if not after.startswith(before):
+                return [{"role": "user", "content": after, REPLACES: True}]
             return after[len(before) :]
 
         def get_reward(self) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from whet.errors import InfrastructureError, RewardError
 from whet.rewards.checked_values import check_values, error_from_exception
 from whet.rollout.base import Output, Sampling
 from whet.rollout.driver import Episode, Turns
-from whet.rollout.external_calls import CallTimeoutError, ExternalCall
+from whet.rollout.external_calls import CallGenerator, CallTimeoutError, ExternalCall
 from whet.serve.agent_episodes import split_messages
 from whet.serve.run_model import RunModel
 from whet.tunix.agentic.agents import TrajectoryStatus
@@ -142,7 +142,7 @@ class _Played:
 
     # ---- the three steps -----------------------------------------------------------------------------------------
 
-    def begin(self) -> Generator[Any, Any, None]:
+    def begin(self) -> CallGenerator[None]:
         """Creates agent and environment, and resets them."""
 
         def create() -> dict[str, Any]:
@@ -158,7 +158,7 @@ class _Played:
         if messages := self._read_state(state):
             self.add_answer(messages)
 
-    def respond(self) -> Generator[Any, Any, list[Message]]:
+    def respond(self) -> CallGenerator[list[Message]]:
         """Gives the last turn to the agent. Returns: the agent's history; [] = the episode ends."""
         engine, text = self._engine, self.session.nodes[-1].messages[-1]["content"]
         self._history = self.session.nodes[-1].messages
@@ -178,7 +178,7 @@ class _Played:
             log.warning("%s: the episode of row %d has no reward", error, self._episode.prompt.row)
             return []
 
-    def finish(self) -> Generator[Any, Any, _End]:
+    def finish(self) -> CallGenerator[_End]:
         """Adds the final reward, and closes the environment. Returns: the rewards."""
 
         def finish() -> dict[str, Any]:
@@ -199,14 +199,12 @@ class _Played:
         if self._engine is not None and self._is_open:
             close_in_thread(self._engine.env.close, f"close of {type(self._engine.env).__name__}")
 
-    def _ask(self, name: str, call: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    def _ask(self, name: str, call: CallGenerator[Any]) -> CallGenerator[Any]:
         """Returns the answer of a call, or the recorded one."""
         ids = self._episode.prompt.tokens if not self.session.nodes else self.session.nodes[-1].tokens
         return call if self._tape is None else self._tape.ask(name, ids, call)
 
-    def _wait(
-        self, function: Callable[[], Any], name: str, phase: str, timeout_s: float | None
-    ) -> Generator[Any, Any, Any]:
+    def _wait(self, function: Callable[[], Any], name: str, phase: str, timeout_s: float | None) -> CallGenerator[Any]:
         """Yields a call of the user's code to the driver. Raises: RewardError: it raised. _LateError: it was late."""
         try:
             return (yield ExternalCall(function=function, name=name, timeout_s=timeout_s, phase=phase))
