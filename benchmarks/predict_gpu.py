@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_iter
 from whet.config import RoleConfig
 from whet.models import varlen
 from whet.models.attention import ATTENTION
+from whet.models.fast_layers import FastLayers
 from whet.models.rotary import rotate
 from whet.rollout.base import Request, Sampling
 from whet.rollout.engine.engine import EmbeddedEngine
@@ -137,19 +138,6 @@ class _Attention(torch.autograd.Function):
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
 
 
-class _Norm(torch.autograd.Function):
-    """A norm as one kernel; its backward pass is two."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any) -> Any:
-        ctx.save_for_backward(x, weight)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
-
-
 class _Layout(ShapesLayout):
     def attend(self, layer: int, q: Any, k: Any, v: Any, **options: Any) -> Any:
         return _Attention.apply(q, k, v)
@@ -167,14 +155,16 @@ def pass_kernels(layers: int) -> int:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).train()
     model.set_attn_implementation(ATTENTION)
-    norms = [x for x in model.modules() if hasattr(x, "variance_epsilon")]
-    for norm in norms:
-        norm.forward = lambda x, norm=norm: _Norm.apply(x, norm.weight)
-    layout, ids = _Layout(64), torch.zeros(1, 64, dtype=torch.long, device="meta")
-    with Kernels() as kernels, mock.patch.object(modeling_qwen3, "apply_rotary_pos_emb", rotate):
+    layout, ids, fast = _Layout(64), torch.zeros(1, 64, dtype=torch.long, device="meta"), FastLayers(model)
+    with (
+        Kernels() as kernels,
+        fast.enabled(),
+        mock.patch.object(modeling_qwen3, "apply_rotary_pos_emb", rotate),
+    ):
         out = model.model(input_ids=ids, position_ids=layout.position_ids, whet_layout=layout, use_cache=False)
         out.last_hidden_state.sum().backward()
-    return kernels.count + 3 * layers + 3 * len(norms)  # attention forward, and two kernels backward; norms too
+    norms = sum(hasattr(x, "variance_epsilon") for x in model.modules())
+    return kernels.count + 3 * layers + 3 * norms  # attention forward, and two kernels backward; norms too
 
 
 def recipe_sizes() -> tuple[ModelSizes, int]:

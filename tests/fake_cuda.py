@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import json
 import sys
+import tempfile
 import traceback
 import types
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
-from whet.config import OptimConfig, PreferenceConfig, RewardModelConfig, Role, SFTConfig
+from whet.config import OptimConfig, PreferenceConfig, RewardModelConfig, Role, RoleConfig, SFTConfig
 from whet.config.lora import LoraConfig
 from whet.learners.preference import PreferenceLearner, RewardModelLearner
 from whet.learners.preference_from_config import make_preference_objective
@@ -49,6 +50,7 @@ from whet.rollout.engine import runner as runner_file
 from whet.rollout.engine.engine import EmbeddedEngine
 from whet.rollout.engine.fused_backbone import FusedBackbone
 from whet.rollout.engine.layouts import DecodeLayout
+from whet.train.memory_plan import measure_model
 from whet.train.offload import Offload, OffloadPlacement
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Divergence, ModelWorker
@@ -331,6 +333,24 @@ def varlen_case():
     return line
 
 
+def memory_case(tokens=500, lora=False):
+    """A forward pass of a sequence. Returns: bytes held for its backward pass, and those of the plan of memory."""
+    layouts.varlen_unsupported_reason = lambda case: None
+    worker, held = _worker(attention="auto", lora=lora), {}
+    with _disable_current_modes(), tempfile.TemporaryDirectory() as folder:
+        worker.module.config.architectures = [type(worker.module).__name__]
+        worker.module.config.save_pretrained(folder)
+        plan = measure_model(RoleConfig(model=folder, lora=LORA if lora else None), trained=True)
+    own = {_storage(p) for p in worker.module.parameters()}
+    keep = lambda x: held.setdefault(_storage(x), x) if x.is_cuda and _storage(x) not in own else x
+    with MODE, Ledger(), worker.layers(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=CUDA)
+        layout = layouts.SegmentLayout((tokens,), (-1,), CUDA, attention="auto")
+        worker.module.model(input_ids=ids, position_ids=layout.position_ids, whet_layout=layout, use_cache=False)
+    found = sum(x.untyped_storage().nbytes() for x in held.values())
+    return {"held": found, "planned": plan.activations(tokens, "none"), "layers": worker.backends["layers"]}
+
+
 def _every_policy_loss(x):
     """All losses of policies that read no distribution of a teacher, with corrections, KL and entropy bonus."""
     objective = lambda surrogate: PolicyObjective(surrogate=surrogate, kl=reference_kl, beta=0.1, entropy_coef=0.1)
@@ -427,9 +447,18 @@ CASES = {
     **{f"engine/{name}": lambda o=options: engine_case(**o) for name, options in ENGINE.items()},
     **{f"update/{name}": lambda o=options: update_case(**o) for name, options in UPDATES.items()},
     "update/varlen": varlen_case,
+    "memory/plain": memory_case,
+    "memory/lora": lambda: memory_case(lora=True),
     **{f"learner/{name}": case for name, case in LEARNERS.items()},
     **{f"mistake/{name}": lambda m=mistake: mistake_case(m) for name, mistake in MISTAKES.items()},
 }
+
+
+def _norm_of_a_gpu(x, shape, weight=None, eps=None, own=torch.nn.functional.rms_norm):
+    """One kernel that keeps its input, as on a GPU; a CPU build of torch would run a formula for it."""
+    if not (x.is_cuda and torch.is_grad_enabled()):
+        return own(x, shape, weight, eps)
+    return fast_layers._KernelNorm.apply(x, x.new_ones(shape) if weight is None else weight)
 
 
 def _install():
@@ -443,6 +472,8 @@ def _install():
 
     TokenBatch.__post_init__ = check_numbers
     fast_layers._is_unmodified = lambda layer: "forward" not in vars(layer)  # fake parameters are of another class
+    fast_layers._is_close = lambda *numbers, **options: True  # there are none
+    torch.nn.functional.rms_norm = _norm_of_a_gpu
     packed_linear._is_plain = lambda tensor: tensor.is_contiguous()
     waits = type("Stream", (), {"synchronize": lambda self: None})
     torch.cuda.device = lambda *_: contextlib.nullcontext()

@@ -34,3 +34,12 @@ def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_a
     out = torch.einsum("htk,tkhd->thd", (scores - lse[..., None]).exp().nan_to_num(0.0), v).to(dtype)
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # what the kernel says of a sequence without keys
     return (out, lse.float()) if return_aux is not None and return_aux.lse else out
+
+
+def varlen_attn_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+                     window_size=(-1, -1)):  # fmt: skip
+    """The same with the arguments of torch 2.11, whose kernel takes grouped heads for queries where max_q is 1."""
+    grouped = query.shape[1] != key.shape[1]
+    assert not (grouped and max_q == 1 and window_size[0] < 0) or len(query) == len(cu_seq_q) - 1
+    return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, return_aux=return_aux, scale=scale,
+                       window_size=window_size, enable_gqa=grouped)  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from cuda_standin import FixedMemory, Machine
 from tiny import build, prompts, requests, run
 
-from tests.varlen_standin import varlen_attn
+from tests.varlen_standin import varlen_attn, varlen_attn_2_11
 from whet.config.lora import LoraConfig
 from whet.errors import EngineError
 from whet.models import varlen
@@ -246,7 +246,9 @@ def test_ranges_of_places_do_not_overlap_and_come_back():
 @pytest.mark.parametrize("kv", [1, 2, 4])
 def test_the_comparison_of_a_gpu_accepts_the_kernel_and_no_other(kv, monkeypatch):
     case = PoolCase(torch.device("cpu"), torch.bfloat16, 4, kv, 8, 0.3)
-    assert _difference(case) is None
+    for kernel in (varlen_attn_2_11, varlen_attn):
+        monkeypatch.setattr(varlen, "varlen_attn", kernel)
+        assert _difference(case) is None
     monkeypatch.setattr(varlen, "varlen_attn", lambda *a, **k: varlen_attn(*a, **k, last_key=False))
     assert "from the plain path's" in _difference(case)
     ignores = lambda *a, seqused_k, **k: varlen_attn(*a, **k, seqused_k=seqused_k + 1)

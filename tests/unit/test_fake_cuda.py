@@ -1,4 +1,4 @@
-"""Steps of the engine and updates on a fake CUDA device: no mixed devices, and few waits for the device.
+"""Steps of the engine and updates on a fake CUDA device: no mixed devices, few waits for it, the memory of the plan.
 
 tests/fake_cuda.py says what such a device shows. It runs as a program, since a CPU build of torch must see the device
 before it is imported.
@@ -134,3 +134,10 @@ def test_nothing_waits_for_the_device_inside_a_step(device):
 def test_other_steps(device, kind, names):
     for line in run(device, *[f"{kind}/{name}" for name in names]):
         check_step(line)
+
+
+@pytest.mark.full
+def test_a_pass_holds_what_the_plan_of_memory_says(device):
+    for line in run(device, "memory/plain", "memory/lora"):
+        assert "in fewer kernels" in line["layers"], line
+        assert 0 <= line["held"] - line["planned"] < 200, line  # tables whose size the tokens do not change

@@ -550,12 +550,14 @@ def is_batch(item: Any, prompt_column: str | None = None) -> bool:
 
     >>> is_batch({"prompts": ["a", "b"]}), is_batch({"prompt": "a"}), is_batch({"prompt": [{"role": "user"}]})
     (True, False, False)
+    >>> is_batch({"prompt": []})  # a conversation without messages, which the row's check names
+    False
     """
     names = PROMPT_COLUMNS if prompt_column is None else (prompt_column,)
     value = next((item[name] for name in names if name in item), None) if isinstance(item, Mapping) else None
     if not isinstance(value, list | tuple | np.ndarray) or (isinstance(value, np.ndarray) and value.ndim == 0):
         return False
-    return len(value) == 0 or not isinstance(value[0], Mapping)
+    return len(value) > 0 and not isinstance(value[0], Mapping)
 
 
 def first_row(rows: Any) -> Any:

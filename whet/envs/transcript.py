@@ -100,7 +100,8 @@ class ChatTranscript:
         Raises: DataError: the chat template refuses the messages.
         """
         if messages[0].get(REPLACES):
-            prompt = with_source(self.prompt, messages[0]["content"], self._encode)
+            text, is_text = messages[0]["content"], isinstance(self.prompt.source, str)
+            prompt = with_source(self.prompt, text if is_text else [{"role": "user", "content": text}], self._encode)
             self._turn = self._begin(prompt)
             self._replaced.append((self.messages, prompt.source))
             return

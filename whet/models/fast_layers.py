@@ -1,12 +1,13 @@
 """Linear layers, gated MLPs and RMSNorms that train faster and in less memory than those of a Hugging Face module.
 
 Inside `FastLayers(module).enabled()` the layers have other forward functions, for forward and backward passes. The
-module and its parameters do not change. Each replacement is compared with the layer's own forward first. On a GPU in
-half precision a norm is torch's, one kernel in place of six, and a layer with LoRA is eight products, forward and
-backward, in place of twelve kernels: as in the engine's decode steps they round once where the module rounds twice or
-thrice. Rotary embeddings, which are no layers, are rotary.py's there. The others are for a CPU. In fp32, products run
-in oneDNN where torch's default library is slow. In fp32 and bf16, a gated MLP saves its two halves for the backward
-pass instead of their product as well, and a norm saves only its input.
+module and its parameters do not change. Each replacement is compared with the layer's own forward first.
+A gated MLP saves its two halves for the backward pass, which computes the activation and the product again, and a norm
+saves only its input. On a GPU that is so in half precision, with the bits of the module's own MLP. A norm is torch's
+there, one kernel in place of six, and a layer with LoRA is eight products, forward and backward, in place of twelve
+kernels: as in the engine's decode steps they round once where the module rounds twice or thrice. Rotary embeddings,
+which are no layers, are rotary.py's there. On a CPU, products in fp32 run in oneDNN where torch's default library is
+slow. On the meta device the layers are those of a GPU, without a comparison, so that a plan of memory can count them.
 Dim legend: n rows, I in, O out, r rank, M width of the MLP.
 Left out on purpose: choosing a library by timing, because then a run would depend on the clock; and general products
 (matmul.py).
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers.activations import SiLUActivation
 
 from whet.models import matmul
 from whet.models.lora_layers import is_adapter_layer, plain_linear, sole_adapter
@@ -58,8 +60,8 @@ class FastLayers:
         self._layers: list[tuple[nn.Module, Callable[[Any, Tensor], Tensor]]] = []
         self._rotary: RotaryFunctions | None = None
         first = next(module.parameters())
-        if first.device.type == "cuda" and first.dtype.itemsize == 2:
-            self._rotary = RotaryFunctions(module)
+        if first.device.type in ("cuda", "meta") and first.dtype.itemsize == 2:
+            self._rotary = None if first.is_meta else RotaryFunctions(module)  # it saves what the module's own saves
             self._layers += _in_fewer_kernels(module)
         if first.device.type != "cpu" or first.dtype not in (torch.float32, torch.float64, torch.bfloat16):
             return
@@ -185,9 +187,22 @@ class _GatedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, up = ctx.saved_tensors
-        grad = _rows(grad).clone()  # _gate_grads writes the gradient of up into it
-        d_gate, d_up, _ = _gate_grads(_rows(gate), _rows(up), grad, False)
+        d_gate, d_up, _ = _gate_grads(_rows(gate), _rows(up), _rows(grad).clone(), False)
         return d_gate.view_as(gate), d_up.view_as(up)
+
+
+class _KernelNorm(torch.autograd.Function):
+    """The shapes of torch's norm in one kernel, and what it saves; for other devices than a GPU torch saves more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
 
 
 class _Norm(torch.autograd.Function):
@@ -217,7 +232,7 @@ class _Norm(torch.autograd.Function):
 
 def _native(*tensors: Tensor) -> LayerKernels | None:
     """Returns the native kernels; None = they can't process these rows."""
-    if tensors[0].dtype not in (torch.float32, torch.bfloat16):
+    if tensors[0].device.type != "cpu" or tensors[0].dtype not in (torch.float32, torch.bfloat16):
         return None
     kernels = layer_kernels()
     if isinstance(kernels, Unavailable):
@@ -227,8 +242,9 @@ def _native(*tensors: Tensor) -> LayerKernels | None:
 
 
 def _cache_blocks(rows: Tensor) -> Iterator[slice]:
-    """Slices of the rows [n, d], so small that the results for a slice stay in the cache."""
-    return row_chunks(len(rows), max(1, CACHE_BLOCK // max(1, rows.shape[1])))
+    """Slices of the rows [n, d], so small that the results for a slice stay in a processor's cache; one on a GPU."""
+    size = CACHE_BLOCK // max(1, rows.shape[1]) if rows.device.type == "cpu" else len(rows)
+    return row_chunks(len(rows), max(1, size))
 
 
 def _gate(gate: Tensor, up: Tensor) -> Tensor:
@@ -292,13 +308,15 @@ def _norm_grads(
 
 
 def _in_fewer_kernels(module: nn.Module) -> list[tuple[nn.Module, Callable[[Any, Tensor], Tensor]]]:
-    """Returns the norms that torch's kernel computes, and the layers with LoRA, each with its function."""
+    """Returns a GPU's layers, each with its function: norms by torch's kernel, those with LoRA, and gated MLPs."""
     layers: list[tuple[nn.Module, Callable[[Any, Tensor], Tensor]]] = []
     for layer in module.modules():
         if _is_norm(layer) and _matches_module(layer, _run_norm_in_one):
             layers.append((layer, _run_norm_in_one))
         elif is_adapter_layer(layer) and plain_linear(layer) is not None and _matches_adapter(layer):
             layers.append((layer, _run_adapted))
+        elif _is_gated(layer) and _matches_module(layer, _run_gated):
+            layers.append((layer, _run_gated))
     return layers
 
 
@@ -324,13 +342,17 @@ def _matches_module(layer: nn.Module, run: Callable[[Any, Tensor], Tensor]) -> b
     """
     if len(inspect.signature(type(layer).forward).parameters) != 2:  # self and x: no gate, no mask
         return False
-    weight = next(layer.parameters())
+    weight, trial = next(layer.parameters()), layer
+    if weight.dim() == 1:
+        trial = copy.deepcopy(layer)
+        weight = next((trial.to_empty(device="cpu") if weight.is_meta else trial).parameters())
+    elif weight.is_meta:
+        return isinstance(layer.act_fn, nn.SiLU | SiLUActivation)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(16, weight.shape[-1], generator=generator, dtype=torch.float64).to(weight)
     with torch.no_grad():
         if weight.dim() == 1:
-            trial = copy.deepcopy(layer)
-            next(trial.parameters()).copy_(torch.rand(len(weight), generator=generator) + 0.5)
+            weight.copy_(torch.rand(len(weight), generator=generator) + 0.5)
             return _is_close(run(trial, x), trial(x), once=run is _run_norm_in_one)
         size = layer.get_submodule("gate_proj")(x).double().std().clamp(min=1e-3).item()
         return all(_is_close(run(layer, y), layer(y)) for y in (x, x * (LARGE_GATE / size)))
@@ -339,6 +361,8 @@ def _matches_module(layer: nn.Module, run: Callable[[Any, Tensor], Tensor]) -> b
 def _matches_adapter(layer: Any) -> bool:
     """Returns whether `_run_adapted` computes the same as a layer with LoRA, with other numbers than the zeros of B."""
     trial, weight = copy.copy(layer), plain_linear(layer).weight  # pyright: ignore[reportOptionalMemberAccess]
+    if weight.is_meta:
+        return True
     trial._modules = {**layer._modules, "lora_B": copy.deepcopy(layer.lora_B)}
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(shape, generator=generator).to(weight)
@@ -408,6 +432,8 @@ def _is_norm(layer: nn.Module) -> bool:
 def _run_norm_in_one(layer: Any, x: Tensor) -> Tensor:
     if x.dtype != layer.weight.dtype:
         return type(layer).forward(layer, x)
+    if x.is_meta:
+        return _KernelNorm.apply(x, layer.weight)  # pyright: ignore[reportReturnType]
     return F.rms_norm(x, x.shape[-1:], layer.weight, layer.variance_epsilon)
 
 

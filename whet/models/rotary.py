@@ -82,10 +82,11 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     >>> rotate(x, x, cos, sin)[0].flatten()
     tensor([-4.,  3.])
     """
-    low, high = sin.chunk(2, -1)
-    cos, signed = cos.unsqueeze(1), torch.cat([-low, high], -1).unsqueeze(1)
-    back = signed.roll(signed.shape[-1] // 2, -1)
-    return tuple(_Rotated.apply(x, cos, signed, back) for x in (q, k))  # type: ignore[return-value]
+    if (tables := getattr(sin, "_whet_tables", None)) is None:  # all layers get the same tensor
+        low, high = sin.chunk(2, -1)
+        signed = torch.cat([-low, high], -1).unsqueeze(1)
+        tables = sin._whet_tables = signed, signed.roll(signed.shape[-1] // 2, -1)  # type: ignore[attr-defined]
+    return tuple(_Rotated.apply(x, cos.unsqueeze(1), *tables) for x in (q, k))  # type: ignore[return-value]
 
 
 def _replacement(own: Callable[..., Any], device: str) -> Any:

@@ -4,6 +4,7 @@ The queries are the tokens of the row. The keys of a segment are those of its an
 order. The kernel aligns its causal mask at the last key, so a token sees all ancestors, and its own segment up to
 itself; a window counts back from there. Nothing is compiled and no mask is made, for any tree and any window.
 Dim legend: T tokens, S keys, H query heads, KV key heads, D head size.
+The kernel of torch 2.11 takes grouped heads without being told, and has no lengths of keys: see `takes`.
 Left out on purpose: soft-caps, sinks and fp32, which the kernel does not have, and rows whose keys would be gathered
 many times over (MAX_KEYS): flex.py runs those.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +33,7 @@ try:
 except ImportError:
     AuxRequest = varlen_attn = None
 
-__all__ = ["OPERATORS", "VarlenRow", "attend_sequences", "varlen_unsupported_reason"]
+__all__ = ["OPERATORS", "VarlenRow", "attend_sequences", "takes", "varlen_unsupported_reason"]
 
 log = logging.getLogger("whet")
 
@@ -108,9 +110,26 @@ def attend_sequences(
     """
     assert varlen_attn is not None
     back = -1 if window is None else window - 1
-    grouped = q.shape[1] != k.shape[1]
-    out: Any = varlen_attn(q, k, v, *ends, *longest, scale=scale, window_size=(back, 0), enable_gqa=grouped)
+    options: dict[str, Any] = {"scale": scale, "window_size": (back, 0)}
+    if q.shape[1] != k.shape[1] and takes("enable_gqa"):
+        options["enable_gqa"] = True
+    out: Any = varlen_attn(q, k, v, *ends, *longest, **options)
     return out.transpose(0, 1)[None]
+
+
+def takes(option: str) -> bool:
+    """Returns whether this torch's varlen_attn has an option: enable_gqa and seqused_k came after torch 2.11.
+
+    >>> takes("no_such_option")
+    False
+    """
+    return varlen_attn is not None and _has_parameter(varlen_attn, option)
+
+
+@functools.lru_cache(maxsize=8)
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 class _Gather(torch.autograd.Function):

@@ -6,6 +6,7 @@ ServedModel (served_model.py) is that of `whet serve`, RunModel (run_model.py) t
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,6 +53,8 @@ class ChatModel(ChatRenderer):
         super().__init__(tokenizer, template, eos_ids, system_prompt=system_prompt)
         self.eos_ids, self.name, self.longest = tuple(eos_ids), name, longest
         self.created = int(time.time())
+        self.most_characters = math.inf if longest is None else longest * max(map(len, tokenizer.get_vocab()))
+        """That the context holds: its length times that of the longest token."""
 
     def check_name(self, name: str | None) -> None:
         """Raises ApiError for another model's name."""
@@ -59,10 +62,21 @@ class ChatModel(ChatRenderer):
 
     # ---- prompts -------------------------------------------------------------------------------------------------
 
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [P]: the ids of a rendered conversation, or of a part of it. Raises ApiError: it can't fit."""
+        self._check_characters(text)
+        return super().encode(text)
+
     def encode_text(self, text: str) -> np.ndarray:
-        """int32 [P]: the ids of a text, with the tokenizer's own special tokens."""
+        """int32 [P]: the ids of a text, with the tokenizer's own special tokens. Raises ApiError: it can't fit."""
+        self._check_characters(text)
         with self._lock:
             return np.asarray(self.tokenizer(text, verbose=False).input_ids, np.int32)
+
+    def _check_characters(self, text: str) -> None:
+        """Raises ApiError for a text that can't fit: a tokenizer takes seconds for a megabyte, and all calls wait."""
+        if len(text) > self.most_characters:
+            raise self.context_error(f"a prompt of {len(text)} characters")
 
     # ---- sampling ------------------------------------------------------------------------------------------------
 
@@ -90,11 +104,8 @@ class ChatModel(ChatRenderer):
             raise ApiError(400, "the prompt has no tokens; write something in it", param="prompt")
         return None if self.longest is None else self.longest - len(prompt)
 
-    def context_error(self, length: int, max_tokens: int | None = None) -> ApiError:
-        """Returns the error for a prompt that leaves too little room. Args: length: its tokens. max_tokens: of the
-        client.
-        """
-        wanted = f"{length} tokens in the prompt" + (f" and {max_tokens} of max_tokens" if max_tokens else "")
+    def context_error(self, wanted: str) -> ApiError:
+        """Returns the error for a prompt that leaves too little room. Args: wanted: the size of the request."""
         return ApiError(
             400,
             f"this model's context length is {self.longest} tokens, and the request has {wanted}; shorten the prompt "

@@ -85,8 +85,7 @@ class RunModel(ChatModel):
         if room is None:
             return sampling
         if room < 1:
-            self._warn_of_full_context(len(prompt))
-            raise self.context_error(len(prompt))
+            raise self.context_error(f"{len(prompt)} tokens in the prompt")
         return replace_lengths(sampling, most=min(sampling.max_tokens, room))
 
     def without_own_settings(self, fields: Any) -> Any:
@@ -105,18 +104,19 @@ class RunModel(ChatModel):
             self._warn_of(name, fields[name])
         return {name: value for name, value in fields.items() if name not in (*DROPPED_FIELDS, *dropped)}
 
-    def _warn_of_full_context(self, length: int) -> None:
-        """Warns once of a call that leaves no room. Args: length: tokens of its context."""
+    def context_error(self, wanted: str) -> ApiError:
+        """Returns the error for a call that leaves no room, with one warning in the run."""
         if "context" not in self._warned:
             self._warned.add("context")
             log.warning(
-                "an agent's call has a context of %d tokens, and the limit with its completion is %d "
+                "an agent's call has %s, and the limit with its completion is %d tokens "
                 "(rollout.max_prompt_length plus rollout.max_episode_tokens, in training at most "
                 "trainer.max_tokens_per_microbatch, and the model's context length); raise the limit, or let the agent "
                 "shorten its history",
-                length,
+                wanted,
                 self.longest,
             )
+        return super().context_error(wanted)
 
     def _warn_of_own_settings(self, body: SamplingBody) -> None:
         """Warns once of each field that an agent sets to a value that the run does not have."""

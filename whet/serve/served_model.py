@@ -90,7 +90,8 @@ class ServedModel(ChatModel):
         if room is None:
             return sampling
         if room < (max_tokens or 1):
-            raise self.context_error(len(prompt), max_tokens)
+            wanted = f"{len(prompt)} tokens in the prompt" + (f" and {max_tokens} of max_tokens" if max_tokens else "")
+            raise self.context_error(wanted)
         default = self.config.max_tokens or room
         return replace(sampling, max_tokens=max_tokens or min(default, room))
 

@@ -272,11 +272,14 @@ class ApiHandler(BaseHTTPRequestHandler):
             )
 
     def _read_json(self, body: bytes) -> Any:
-        """Returns the value of a body. Raises ApiError: it is not JSON."""
+        """Returns the value of a body. Raises ApiError: it is not JSON, or has texts that UTF-8 can't hold."""
         try:
-            return json.loads(body)
-        except ValueError as error:
-            raise ApiError(400, f"the body is not JSON: {error}") from error
+            value = json.loads(body)
+            if rb"\ud" in body.lower():  # half of a surrogate pair, such as a cut emoji
+                json.dumps(value, ensure_ascii=False).encode()
+            return value
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is not JSON of valid texts: {error}") from error
 
     def _conversation(self) -> int | None:
         """Returns the number of the session's conversation; None = the request names no session."""

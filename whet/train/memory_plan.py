@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from whet.config import PPORunConfig, RMRunConfig, RoleConfig, RunConfig, SFTRunConfig, SupervisedRunConfig
 from whet.errors import ConfigError
 from whet.models.attention import ATTENTION, Layout
+from whet.models.fast_layers import FastLayers
 from whet.models.lora import add_adapter
 from whet.models.pretrained import meta_model
 from whet.models.projection import chunk_rows
@@ -195,11 +197,14 @@ class _FusedAttention(torch.autograd.Function):
         raise NotImplementedError("only the forward pass is counted")
 
 
-def measure_model(role: RoleConfig, *, trained: bool, scores: bool = False) -> ModelSizes:
+def measure_model(
+    role: RoleConfig, *, trained: bool, scores: bool = False, num_processes: int = 1
+) -> ModelSizes:
     """Counts the sizes of a role's model from its config, without weights.
 
     Args: role: its model, adapter and dtype; "auto" counts as bfloat16, which a GPU takes. trained: whether it is.
-        scores: it has a score head in place of its LM head.
+        scores: it has a score head in place of its LM head. num_processes: of several, passes run the layers' own
+        forwards, which save more.
     Returns: the sizes.
     Raises: ConfigError: there is no model, or its config can't be read or has no language model.
     """
@@ -217,7 +222,8 @@ def measure_model(role: RoleConfig, *, trained: bool, scores: bool = False) -> M
     in_4_bits = {x.weight for x in module.modules() if isinstance(x, nn.Linear) and not x.weight.requires_grad}
     in_4_bits -= {module.get_output_embeddings().weight}
     module.set_attn_implementation(ATTENTION)
-    first, second = (_saved_bytes(module, tokens) for tokens in _TRIALS)
+    with FastLayers(module).enabled() if num_processes == 1 else nullcontext():  # as a worker's pass
+        first, second = (_saved_bytes(module, tokens) for tokens in _TRIALS)
     layout = ShapesLayout(_TRIALS[0])
     _run(module, layout, _TRIALS[0])
     ids = {id(p) for p in in_4_bits} if role.quantization is not None else set()
@@ -466,7 +472,7 @@ def choose_settings(config: C, memory: float, num_processes: int = 1) -> C:
     """
 
     def make_plan() -> tuple[MemoryPlan, float]:
-        sizes = measure_model(config.actor, trained=True)
+        sizes = measure_model(config.actor, trained=True, num_processes=num_processes)
         sizes_of = lambda role: measure_model(role, trained=False).weight_bytes if role and role.model else 0
         teacher, reward = sizes_of(config.teacher), sizes_of(config.reward_model)
         shards = num_processes // config.trainer.data_parallel_replicate_size
@@ -501,7 +507,8 @@ def choose_tokens(
     """
 
     def make_plan() -> tuple[MemoryPlan, float]:
-        sizes = measure_model(config.trained, trained=True, scores=isinstance(config, RMRunConfig))
+        scores = isinstance(config, RMRunConfig)
+        sizes = measure_model(config.trained, trained=True, scores=scores, num_processes=num_processes)
         held = 0.0 if reference is None else float(measure_model(reference, trained=False).weight_bytes)
         return plan_memory(config, sizes, memory=memory, num_processes=num_processes, reference=held), 0.0
 

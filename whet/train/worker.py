@@ -188,6 +188,8 @@ class ModelWorker:
         backends = training_backends(self.loaded, self.dtype)
         if self.fast_layers is None:
             backends["layers"] = f"the model's own ({type(self.placement).__name__} holds parameters in parts)"
+        elif self.device.type == "cuda" and len(self.fast_layers):
+            backends["layers"] = f"torch, {len(self.fast_layers)} of them in fewer kernels or less memory"
         return backends
 
     def limit_tokens(self, tokens: int) -> None:

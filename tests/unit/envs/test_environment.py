@@ -154,18 +154,20 @@ def test_a_template_that_rewrites_turns_forks():
     assert first.messages == ({"role": "assistant", "content": "1", "reasoning_content": "a"},)
 
 
-@pytest.mark.parametrize("applied", [False, True])
-def test_a_step_that_rewrites_the_text_before_it_begins_another_sequence(applied):
+@pytest.mark.parametrize(("chat", "applied"), [(False, False), (False, True), (True, False)])
+def test_a_step_that_rewrites_the_text_before_it_begins_another_sequence(chat, applied):
     def step(state, action, extra_info):
         rewritten = {"a": f"{state}{action}, then", "b": "In short: 7.", "c": "In short: 7.c, then", "d": None}[action]
         return {"next_state": rewritten, "reward": 0.5, "done": rewritten is None, "extra_info": extra_info}
 
-    encode = PromptEncoder(byte_tokenizer(), apply_chat_template=True) if applied else PromptEncoder(byte_tokenizer())
-    prompts = [encode({"prompt": text}).tokens.tolist() for text in ("2+3=", "In short: 7.")]
-    episode, (first, second), contexts = run_conversation(step_environment(step), list("abcd"), encode=encode)
+    encode = PromptEncoder(byte_tokenizer(), apply_chat_template=applied)
+    given = [[{"role": "user", "content": text}] if chat else text for text in ("2+3=", "In short: 7.")]
+    prompts = [encode({"prompt": source}).tokens.tolist() for source in given]
+    made = run_conversation(step_environment(step), list("abcd"), row={"prompt": given[0]}, encode=encode)
+    episode, (first, second), contexts = made
     assert episode.rewards == {ENVIRONMENT_REWARD: 2.0} and [c.info["forks"] for c in (first, second)] == [1, 1]
     assert contexts[0] == prompts[0] == episode.prompt.tokens.tolist() and first.prefix is None
-    assert contexts[2] == prompts[1] == second.prefix.tolist() and second.info["prompt"] == "In short: 7."
+    assert contexts[2] == prompts[1] == second.prefix.tolist() and second.info["prompt"] == given[1]
     for c, prompt, later, said in ((first, *contexts[:2], "ab"), (second, *contexts[2:], "cd")):
         assert [*prompt, *c.tokens.tolist()][: len(later)] == later
         assert [i for i in c.tokens[c.versions == 4].tolist() if i != END] == list(said.encode())

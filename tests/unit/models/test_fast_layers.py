@@ -105,10 +105,32 @@ def test_the_module_is_as_it_was_afterwards_also_after_an_error():
     assert {name: dict(vars(m)) for name, m in model.named_modules()} == before
 
 
+def as_on_a_gpu(model, kind):
+    return [pair for pair in fast_layers._in_fewer_kernels(model) if pair[1] is kind]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_mlp_of_a_gpu_keeps_two_halves_and_has_the_modules_own_bits(dtype, lora, monkeypatch):
+    monkeypatch.setattr(fast_layers, "_native", lambda *tensors: None)
+    monkeypatch.setattr(fast_layers, "_cache_blocks", lambda rows: [slice(None)])
+    model, fast, held = adapted(dtype) if lora else qwen(dtype), FastLayers(qwen()), []
+    fast._layers = as_on_a_gpu(model, fast_layers._run_gated)
+    assert len(fast) == 2
+    own = run(model)
+    for layers in (fast, None):
+        keep = lambda x: held[-1].update({x.untyped_storage().data_ptr(): x}) or x
+        held.append({})
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            same(run(model, layers), own, 0.0)
+    wide = [sum(x.shape[-1] == 48 and x.dim() < 4 and len(x) in (2, 30) for x in kept.values()) for kept in held]
+    assert wide == [2 * (3 if lora else 2), 2 * 4]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_norm_of_a_gpu_is_torchs_where_it_only_rounds_less_often(dtype):
     model, wide, fast = qwen(dtype), qwen(torch.float64), FastLayers(qwen())
-    fast._layers = fast_layers._in_fewer_kernels(model)  # as on a GPU
+    fast._layers = as_on_a_gpu(model, fast_layers._run_norm_in_one)
     assert len(fast) == 9 and not fast_layers._in_fewer_kernels(Gemma2ForCausalLM(Gemma2Config(**SIZES)).to(dtype))
     assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in wide.named_parameters()}
     wide.load_state_dict({n: p.double() for n, p in model.state_dict().items()})
@@ -140,7 +162,7 @@ def test_a_layer_with_lora_is_eight_products_on_a_gpu_which_round_less_often():
     wide.load_state_dict({n: p.double() for n, p in model.state_dict().items()})
     fast = FastLayers(qwen())
     for m, limit in ((wide, 1e-12), (model, None)):
-        fast._layers = [pair for pair in fast_layers._in_fewer_kernels(m) if pair[1] is fast_layers._run_adapted]
+        fast._layers = as_on_a_gpu(m, fast_layers._run_adapted)
         assert len(fast) == 6
         found, own = run(m, fast), run(m)
         assert len(own) == 13

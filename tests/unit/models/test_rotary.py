@@ -23,6 +23,9 @@ def test_values_and_gradients_are_those_of_the_formula():
     want, got = modeling_qwen3.apply_rotary_pos_emb(q, k, cos, sin), rotate(q, k, cos, sin)
     torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-14)
     assert torch.autograd.gradcheck(lambda q, k: rotate(q, k, cos, sin), (q, k))
+    made = sin._whet_tables  # by the first layer, for all that get this tensor
+    assert sin._whet_tables is made and rotate(q, k, cos, sin)[0].equal(got[0])
+    assert not rotate(q, k, cos, sin + 1)[0].equal(got[0])
 
 
 def test_a_rounding_less_is_no_further_from_the_exact_numbers():

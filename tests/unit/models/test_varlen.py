@@ -8,6 +8,7 @@ import torch
 
 from tests.unit.models.test_attention import TREES, oracle, qkv
 from tests.varlen_standin import varlen_attn as standin
+from tests.varlen_standin import varlen_attn_2_11
 from whet.models import attention, varlen
 from whet.models.attention import SegmentLayout
 from whet.models.flex import FlexCase
@@ -106,13 +107,14 @@ def here(monkeypatch, kernel):
 
 def test_a_kernel_that_agrees_is_taken_and_another_is_not(monkeypatch, caplog):
     with caplog.at_level(logging.INFO, "whet"):
-        assert here(monkeypatch, standin) is None
-        varlen_unsupported_reason.cache_clear()
+        for kernel in (standin, varlen_attn_2_11):
+            assert here(monkeypatch, kernel) is None
+            varlen_unsupported_reason.cache_clear()
         first_key = lambda *a, **k: standin(*a, **k, last_key=False)
         assert "its output is" in here(monkeypatch, first_key)
         varlen_unsupported_reason.cache_clear()
-        assert "unexpected keyword" in here(monkeypatch, lambda q, k, v, *ends, scale, window_size: q)  # torch 2.11
-    assert [r.levelname for r in caplog.records] == ["INFO", "WARNING", "WARNING"]
+        assert "unexpected keyword" in here(monkeypatch, lambda q, k, v, *ends, scale: q)
+    assert [r.levelname for r in caplog.records] == ["INFO", "INFO", "WARNING", "WARNING"]
 
 
 def test_what_the_kernel_does_not_have_is_refused_without_a_try():
@@ -123,5 +125,7 @@ def test_what_the_kernel_does_not_have_is_refused_without_a_try():
 def test_torch_takes_the_arguments_that_the_stand_in_takes():
     from torch.nn.attention.varlen import varlen_attn
 
-    names = inspect.signature(varlen_attn).parameters
-    assert set(inspect.signature(standin).parameters) - {"last_key"} <= set(names)
+    names, newer = set(inspect.signature(varlen_attn).parameters), {"enable_gqa", "seqused_k"}
+    older = set(inspect.signature(varlen_attn_2_11).parameters)
+    assert set(inspect.signature(standin).parameters) - {"last_key"} == older | newer and older <= names
+    assert torch.__version__.startswith("2.11.") or newer <= names

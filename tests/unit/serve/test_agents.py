@@ -422,24 +422,23 @@ def test_a_call_that_outlives_its_agent_is_refused():
     made.close()
 
 
-def test_a_full_context_is_told_and_is_the_model_s_failure(caplog):
+@pytest.mark.parametrize(("added", "size"), [(60, "tokens in the prompt"), (10**6, "characters")])
+def test_a_full_context_is_told_and_is_the_model_s_failure(added, size, caplog):
     told = []
 
     def agent(base_url, api_key, row):
         messages = [{"role": "user", "content": "a"}]
         while True:
             try:
-                messages += [ask(base_url, api_key, messages), {"role": "user", "content": "x" * 60}]
+                messages += [ask(base_url, api_key, messages), {"role": "user", "content": "x" * added}]
             except urllib.error.HTTPError as error:
                 told.append(json.loads(error.read())["error"]["code"])
                 raise
 
     made = learner(agent, rollout={"max_episode_tokens": 100})  # and 100 of the prompt
     step, _ = batch_of(made, 1)
-    assert (
-        caplog.text.count("an agent's call has a context of") == 1
-        and "the limit with its completion is 200" in caplog.text
-    )
+    assert caplog.text.count("an agent's call has ") == 1
+    assert f"{size}, and the limit with its completion is 200" in caplog.text
     assert set(told) == {"context_length_exceeded"} and np.isnan(step.rewards.total).all()
     for c in completions_of(step):
         assert c.finish_reason == "length" and len(c.prefix if c.prefix is not None else []) + len(c.tokens) <= 200

@@ -242,6 +242,8 @@ def test_tools_need_a_template_that_has_them(server):
     ("path", "body", "status", "message"),
     [
         ("/v1/chat/completions", b"{", 400, "the body is not JSON"),
+        ("/v1/chat/completions", b"[" * 100_000, 400, "the body is not JSON"),
+        ("/v1/completions", rb'{"prompt": "\ud83d"}', 400, "surrogates not allowed"),
         ("/v1/chat/completions", {"model": "tiny"}, 400, "the parameter 'messages' is missing"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages="),
         ("/v1/chat/completions", {"messages": HI, "temprature": 1}, 400, "unknown parameter 'temprature'"),
@@ -259,6 +261,13 @@ def test_tools_need_a_template_that_has_them(server):
         ),
         ("/v1/completions", {"prompt": ""}, 400, "the prompt has no tokens"),
         ("/v1/completions", {"prompt": [99999]}, 400, "99999"),
+        ("/v1/completions", {"prompt": "ab " * 10**6}, 400, "has a prompt of 3000000 characters"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "ab " * 10**6}]},
+            400,
+            "has a prompt of 30000",
+        ),
         ("/v1/embeddings", {"input": "a"}, 404, "no route POST /v1/embeddings; there are /v1/models"),
         ("/inference/v1/generate", {"token_ids": []}, 400, "token_ids"),
     ],

@@ -146,6 +146,16 @@ class SequenceTables:
     longest: tuple[int, int]
     """The most queries and keys of a sequence."""
 
+    @functools.cached_property
+    def by_ends(self) -> tuple[Tensor, Tensor]:
+        """[2 N] each: ends of queries and of keys where keys have no lengths (torch 2.11).
+
+        After each sequence is one without queries, whose keys go from the last of a sequence to the first of the next
+        one, forwards or backwards: the kernel leaves a sequence without queries before it reads keys.
+        """
+        starts = self.starts[:-1]
+        return self.ends.repeat_interleave(2)[1:-1], torch.stack([starts, starts + self.used], 1).flatten()
+
 
 class PoolLayout(Layout):
     """Attention of packed prompts, or of a decode step, whose keys and values are in a KVPool.
@@ -239,10 +249,14 @@ def _varlen(
 ) -> tuple[Tensor, Tensor]:
     """varlen_attn of q [T H D] and k, v [P K D]: [T H D], and the log-sum-exp [H T] in fp32."""
     assert varlen.varlen_attn is not None and varlen.AuxRequest is not None
-    out: Any = varlen.varlen_attn(
-        q, k, v, tables.ends, tables.starts, *tables.longest, scale=scale, window_size=window,
-        enable_gqa=q.shape[1] != k.shape[1], seqused_k=tables.used, return_aux=varlen.AuxRequest(lse=True),
-    )  # fmt: skip
+    options: dict[str, Any] = {"scale": scale, "window_size": window, "return_aux": varlen.AuxRequest(lse=True)}
+    if q.shape[1] != k.shape[1] and varlen.takes("enable_gqa"):
+        options["enable_gqa"] = True
+    if varlen.takes("seqused_k"):
+        ends, longest, options["seqused_k"] = (tables.ends, tables.starts), tables.longest, tables.used
+    else:  # with one query each, grouped heads would be taken for queries, of which the added sequences have none
+        ends, longest = tables.by_ends, (max(2, tables.longest[0]), tables.longest[1])
+    out: Any = varlen.varlen_attn(q, k, v, *ends, *longest, **options)
     return out
 
 
