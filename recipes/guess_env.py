@@ -38,7 +38,7 @@ def rows() -> list[dict[str, Any]]:
     return [{"messages": [{"role": "user", "content": "?"}], "letter": letter} for letter in LETTERS]
 
 
-def sft_model(folder: str, seed: int, *, steps: int = 300) -> str:
+def sft_model(folder: str, seed: int, *, steps: int = 600) -> str:
     """Trains the starting model. Args: folder: to write. seed: of the model and the games."""
     return conversation_model(folder, seed, _conversation, steps=steps, batch_size=32)
 
