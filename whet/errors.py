@@ -7,6 +7,7 @@ WhetError
 │   ├── RewardValueError (ValueError)    it returned something else than one number or None a completion
 │   └── InfrastructureError              what a reward, an environment or an agent depends on failed
 ├── EngineError      (RuntimeError)  generation: a request that can't fit, an engine that failed
+├── OtherRankError                   another process of the run failed, whose own message says why
 ├── TrainingError    (RuntimeError)  a run whose numbers went wrong: gradients that are not finite
 └── CheckpointError  (RuntimeError)  saving, loading, resuming
 
@@ -25,6 +26,7 @@ __all__ = [
     "DataError",
     "EngineError",
     "InfrastructureError",
+    "OtherRankError",
     "RewardError",
     "RewardValueError",
     "RolloutStopped",
@@ -81,6 +83,10 @@ class InfrastructureError(RewardError):
 
 class EngineError(WhetError, RuntimeError):
     """Generation failed or a request could never be served."""
+
+
+class OtherRankError(WhetError):
+    """Another process of the run failed; its own message says why."""
 
 
 class TrainingError(WhetError, RuntimeError):

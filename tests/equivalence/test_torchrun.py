@@ -413,11 +413,11 @@ def length(completions, mode, **_):
 """
 MISSING = "rewards: the other ranks did not all arrive here: [Rank 0]: Ranks 1 failed to pass monitoredBarrier"
 FAULTS = {
-    "raises": (1, "raise ValueError('judge broke')", "rewards: WhetError: rank 1 of 2 failed: RewardError: reward "),
+    "raises": (1, "raise ValueError('judge broke')", "rewards: rank 1 of 2 failed: RewardError; its own output says"),
     "exits": (1, "os._exit(3)", MISSING),
     "sleeps": (1, "time.sleep(300)", MISSING),
     "forward": (1, "whet.models.forward.model_stats = None", "update: another process ended; its own message says why"),
-    "save": (0, "whet.train.model_files.save_weights = None", "checkpoint: TypeError: "),
+    "save": (0, "whet.train.model_files.save_weights = None", "checkpoint\n"),
 }  # fmt: skip
 """The rank that fails, what its reward function does, and what rank 0 says."""
 
@@ -432,6 +432,9 @@ def test_a_fault_of_one_rank_ends_the_others_with_rank_step_and_phase(folders, f
              SAVES]  # fmt: skip
     codes, output = run_to_failure(folder, words)
     assert all(codes) and f"rank 0 of 2, step 1, {message}" in output[0], output
+    if fault == "raises":  # each says it once
+        own = "whet grpo: rank 1 of 2, step 1, rewards: reward function length raised ValueError: judge broke"
+        assert own in output[1] and [x.count("judge broke") for x in output] == [0, 2], output
 
 
 KILLED = {
@@ -450,8 +453,10 @@ KILLED_IN_THREAD = "whet.parallel.shards.file_sum = lambda *_: os.kill(os.getpid
 def test_a_rank_killed_in_a_save_loses_no_earlier_checkpoint(folders, monkeypatch, rank, kind):
     one, several = folders
     killed = KILLED_IN_THREAD if kind else KILLED[rank]
-    fault = f"os.path.isdir('run/checkpoints/step-000001') and exec({killed!r})"
-    loaded = "import whet.parallel.fsdp, whet.parallel.shards\n"
+    is_saved = "os.path.isdir('run/checkpoints/step-000001')"  # step 2 waits for it
+    fault = f"calls.append(1)\n        while calls[1:] and not {is_saved}: time.sleep(0.05)"
+    fault += f"\n        calls[1:] and exec({killed!r})"
+    loaded = "import whet.parallel.fsdp, whet.parallel.shards\ncalls = []\n"
     (several / "reward.py").write_text(loaded + FAULTY.format(rank=rank, fault=fault))
     words = [*GRPO, *kind, RUN, SAVES, "trainer.max_steps=3", "data.eval_path=null", "trainer.resume=latest"]
     codes, output = run_to_failure(several, words)

@@ -108,7 +108,7 @@ def _report_error(program: str, error: Exception) -> bool:
 
     Returns: false for any other error, which is a bug.
     """
-    from whet.errors import ConfigError, WhetError
+    from whet.errors import ConfigError, OtherRankError, WhetError
 
     if os.environ.get("WHET_DEBUG", "0") not in ("", "0"):
         return False
@@ -116,11 +116,11 @@ def _report_error(program: str, error: Exception) -> bool:
         name = os.fsdecode(error.filename)
         text = f"{name}: {error.strerror}; give this user access to it and to its folders, or another path"
     elif isinstance(error, WhetError):
-        text = str(error).replace("\n", "\n  ")
+        text = ": ".join([*getattr(error, "__notes__", ()), str(error)]).replace("\n", "\n  ")
     else:
         return False
     text = f"{program}:\n  {text}" if "\n" in text else f"{program}: {text}"
-    write_torchrun_error(text)
+    write_torchrun_error(text, is_own=not isinstance(error, OtherRankError))
     if sys.stderr.isatty():
         text = wrap_text(text, shutil.get_terminal_size().columns)
     _print_error(text, every_rank=not isinstance(error, ConfigError))
@@ -339,7 +339,7 @@ def _print_help(text: str) -> None:
 def _print_error(text: str, every_rank: bool = False) -> None:
     """Writes to stderr. A wrong configuration is printed by rank 0 only; other errors may be those of one rank."""
     own_rank = rank()
-    if own_rank == 0:
+    if own_rank == 0 or (every_rank and f"rank {own_rank} of" in text):
         sys.stderr.write(text + "\n")
     elif every_rank:
         sys.stderr.write(f"[rank {own_rank}] {text}\n")

@@ -23,9 +23,12 @@ def print_text(text: str, end: str = "\n") -> None:
         raise ConfigError(f"standard output can't be written: {error}; make room, or send it elsewhere") from error
 
 
-def write_torchrun_error(text: str) -> None:
+def write_torchrun_error(text: str, is_own: bool = True) -> None:
     """Writes why this process fails to the file that torchrun reads: its report then ends with the text of the first
     process that failed, which may have ended the others before they printed it. Without torchrun it does nothing.
+
+    Args: is_own: it is no other process's failure. torchrun wants whole seconds, and of equal ones takes the lower rank
+        for the cause, so only one's own are rounded down.
     """
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not name:
@@ -35,7 +38,7 @@ def write_torchrun_error(text: str) -> None:
     from contextlib import suppress
     from pathlib import Path
 
-    message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}  # torchrun wants whole seconds
+    message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()) + (not is_own))}}
     part = Path(f"{name}.part")
     with suppress(OSError):
         part.write_text(json.dumps({"message": message}))

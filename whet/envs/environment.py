@@ -35,6 +35,7 @@ from whet.data.prompts import PromptEncoder
 from whet.envs.tools import ToolCounts, ToolLimits, Tools
 from whet.envs.transcript import with_source
 from whet.errors import ConfigError, DataError, RewardError, format_exception, format_value
+from whet.rewards.call import select_keywords
 from whet.rewards.checked_values import check_values
 from whet.rollout.external_calls import CallGenerator, ExternalCall, run_function
 from whet.types import Message, Prompt
@@ -154,7 +155,7 @@ class EnvironmentInstance:
         Returns: what `reset` has returned, for `with_observation`.
         Raises: DataError: a column is named "prompt" besides the prompt, and the class does not take the row whole.
         """
-        takes_row = getattr(self.of.kind, "takes_row", False)  # reset(prompt, row) in place of reset(prompt, **row)
+        takes_row = getattr(self.of.kind, "takes_row", False)  # reset(prompt, row) in place of reset(prompt=..., **row)
         if "prompt" in prompt.columns and not takes_row:
             raise DataError(
                 f"row {prompt.row} has a column 'prompt' besides its prompt, which reset receives under that name; "
@@ -167,7 +168,10 @@ class EnvironmentInstance:
             reset = getattr(self._instance, "reset", None)
             if reset is None:
                 return None
-            return reset(source, columns) if takes_row else reset(prompt=source, **columns)
+            if takes_row:
+                return reset(source, columns)
+            offered = {"prompt": source, **columns}
+            return reset(**select_keywords(reset, offered, {}, name=self.of.name, kind="reset of", extras=["prompt"]))
 
         observation = yield self._call(create, "reset", phase="reset")
         methods = {name: getattr(self._instance, name) for name in self.of.method_names}

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from whet.errors import ConfigError, RolloutStopped, WhetError, format_exception
+from whet.errors import ConfigError, OtherRankError, RolloutStopped, WhetError, format_exception
 
 __all__ = ["ProcessRanks", "Ranks", "is_connection_lost"]
 
@@ -67,6 +67,12 @@ class Ranks:
         parts = (f"rank {self.rank} of {self.size}", f"step {self.step}" if self.step else "", self.phase())
         return ", ".join(filter(None, parts))
 
+    def _failed(self, rank: int, error: BaseException) -> str:
+        """Returns what the other ranks say, in one short line; a rank that was stopped says nothing itself."""
+        stopped = isinstance(error, RolloutStopped)
+        text = format_exception(error) if stopped else f"{type(error).__name__}; its own output says why"
+        return f"rank {rank} of {self.size} failed: {text}"
+
     @property
     def is_writer(self) -> bool:
         """Whether this process writes files and logs: rank 0 does."""
@@ -94,7 +100,7 @@ class Ranks:
         """Calls a function on rank 0, such as one that makes or checks files.
 
         Returns: its result, on every rank.
-        Raises: its own error on rank 0; on the others a ConfigError or WhetError with the same text.
+        Raises: its own error on rank 0; on the others a ConfigError with the same text, or OtherRankError.
 
         >>> Ranks().call_on_writer(lambda: 3)
         3
@@ -105,12 +111,13 @@ class Ranks:
                 result = fn()
             except Exception as error:  # the other ranks must learn of any error
                 failure = error
-        text = str(failure) if isinstance(failure, WhetError) else failure and format_exception(failure)
-        result, text, is_config = self.broadcast((result, text, isinstance(failure, ConfigError)))
+        is_config = isinstance(failure, ConfigError)
+        text = str(failure) if is_config else failure and self._failed(0, failure)
+        result, text, is_config = self.broadcast((result, text, is_config))
         if failure is not None:
             raise failure
         if text is not None:
-            raise (ConfigError if is_config else WhetError)(text)
+            raise (ConfigError if is_config else OtherRankError)(text)
         return result  # pyright: ignore[reportReturnType]
 
     def check_same(self, what: str, facts: Mapping[str, Any]) -> None:
@@ -143,8 +150,8 @@ class Ranks:
             what `fn` returned, in the order of the items, the same on every rank; one result where one process works.
 
         Raises:
-            WhetError: it failed on another rank. On the rank where it failed, its own error. All ranks raise, so none
-                waits for another. RolloutStopped: it was given up on one rank.
+            OtherRankError: it failed on another rank. On the rank where it failed, its own error. All ranks raise, so
+                none waits for another. RolloutStopped: it was given up on one rank.
 
         >>> Ranks().scatter_gather(sum, [1, 2, 3])
         [6]
@@ -158,12 +165,12 @@ class Ranks:
         except (Exception, RolloutStopped) as error:  # the other ranks must learn of any error
             failure = error
         is_stopped = isinstance(failure, RolloutStopped)
-        gathered = self.all_gather((results, None if failure is None else format_exception(failure), is_stopped))
+        gathered = self.all_gather((results, failure and self._failed(self.rank, failure), is_stopped))
         if failure is not None:
             raise failure
-        for rank, (_, error, stopped) in enumerate(gathered):
-            if error is not None:
-                raise (RolloutStopped if stopped else WhetError)(f"rank {rank} of {self.size} failed: {error}")
+        for _, text, stopped in gathered:
+            if text is not None:
+                raise (RolloutStopped if stopped else OtherRankError)(text)
         gathered[self.rank] = (results, None, False)  # its own objects, not copies of them
         return [result for results, *_ in gathered[::together] for result in results]
 
@@ -191,7 +198,7 @@ class ProcessRanks(Ranks):
         return self.neighbours(self.size)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """See Ranks; the values travel as pickles. Raises WhetError: a rank is missing, with its number on rank 0."""
+        """See Ranks; the values travel as pickles. Raises OtherRankError: one is missing, with its number on rank 0."""
         values: list[Any] = [None] * self.size
         start = time.monotonic()
         try:
@@ -200,7 +207,7 @@ class ProcessRanks(Ranks):
         except RuntimeError as error:
             reason = str(error).splitlines()[0][:300].rstrip(". ")
             waited = time.monotonic() - start >= self.timeout.total_seconds()
-            raise WhetError(
+            raise OtherRankError(
                 f"{self.describe()}{'' if self.phase() or not self.step else ', between phases'}: the other ranks did "
                 f"not all arrive here: {reason}; the output of the missing ranks says why"
                 + (", or raise trainer.collective_timeout_s" if waited else "")

@@ -79,7 +79,8 @@ class RewardManager:
         refs = as_list(reward_fns)
         if not refs and not groups_have_rewards:
             raise ConfigError(
-                f"reward_fns is empty; give at least one function, or a name among {', '.join(sorted(REWARDS))}"
+                "no reward: reward_fns (reward= of a command) is empty, and no environment has get_reward(); give a "
+                f"function, file.py:function, or one of {', '.join(sorted(REWARDS))}"
             )
         if on_error not in ("raise", "none"):
             raise lookup_error("on_error", on_error, ("raise", "none"))

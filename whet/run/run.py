@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from whet.config import CheckpointingOptions, Mode, TrainingConfig
-from whet.errors import CheckpointError, ConfigError, DataError, RolloutStopped, WhetError, format_exception
+from whet.errors import CheckpointError, ConfigError, DataError, OtherRankError, RolloutStopped, WhetError
 from whet.hub.push import PushResult, push_to_hub
 from whet.observe.environment import read_environment
 from whet.observe.live_view import make_progress
@@ -309,7 +309,7 @@ class Run:
         failed = self._on_any_rank(self.observers.error is not None)
         self.observers.check()
         if failed:
-            raise WhetError("an observer has failed in another process, where its error is raised")
+            raise OtherRankError("an observer has failed in another process, where its error is raised")
 
     def _is_done(self) -> bool:
         return self.config.max_steps is not None and self.step >= self.config.max_steps
@@ -571,12 +571,12 @@ class Run:
                 self.checkpoints.write_token_budgets()
                 where = self.ranks.describe()
                 if self.ranks.size > 1 and is_connection_lost(error):
-                    instead = WhetError(
+                    instead = OtherRankError(
                         f"{where}: another process ended; its own message says why; trainer.resume=latest continues "
                         "from the last checkpoint"
                     )
                 elif self.ranks.size > 1 and not isinstance(error, KeyboardInterrupt) and where not in str(error):
-                    log.error("%s: %s", where, format_exception(error))
+                    error.add_note(where)
                 self._save_finished(error)
                 if isinstance(error, RolloutStopped):
                     log.warning("%s", error)

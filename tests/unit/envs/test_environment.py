@@ -250,6 +250,21 @@ class Broken(Guess):
         return "much"
 
 
+def test_reset_receives_the_columns_that_it_names():
+    class Named(Account):
+        def reset(self, prompt, start):
+            super().reset(prompt, start=start)
+
+    class Misspelt(Account):
+        def reset(self, prompt, strat): ...
+
+    row = {"start": 10, "level": "hard"}
+    episode, _, _ = run_conversation(Named, ["done"], row=row)
+    assert episode.rewards == {ENVIRONMENT_REWARD: 10.0}
+    with pytest.raises(RewardError, match=r"reset of Misspelt needs 'strat', .* columns: start, level; did you mean"):
+        run_conversation(Misspelt, ["done"], row=row)
+
+
 @pytest.mark.parametrize(
     ("where", "words", "turns"),
     [

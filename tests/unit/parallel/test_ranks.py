@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from meeting import together
 
-from whet.errors import ConfigError, RewardError, WhetError
+from whet.errors import ConfigError, OtherRankError, RewardError
 from whet.parallel.fsdp import FSDPPlacement
 from whet.parallel.ranks import Ranks
 
@@ -32,7 +32,7 @@ def test_what_rank_0_does_alone_holds_for_all_and_so_does_its_error():
     assert together(2, make) == ["made"] * 2 and called == [0]
     for error, kind, text in (
         (ConfigError("no folder"), ConfigError, "no folder"),
-        (OSError("disk full"), WhetError, "OSError: disk full"),
+        (OSError("disk full"), OtherRankError, "rank 0 of 2 failed: OSError; its own output says why"),
     ):
         found = together(2, lambda ranks: _raised(lambda: fail(ranks, error)))
         assert found[0] is error and (type(found[1]), str(found[1])) == (kind, text)
@@ -84,8 +84,8 @@ def test_a_failure_of_one_rank_is_an_error_on_all():
         return len(own)
 
     one, two = together(2, lambda r: r.scatter_gather(judge, [0, 1, 2, 3]))
-    assert type(one) is WhetError and str(one) == "rank 1 of 2 failed: RewardError: no answer"
-    assert type(two) is RewardError
+    assert type(one) is OtherRankError and str(one) == "rank 1 of 2 failed: RewardError; its own output says why"
+    assert type(two) is RewardError and str(two) == "no answer"
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
