@@ -10,22 +10,27 @@ from __future__ import annotations
 import random
 from typing import Any
 
-FIRST = (
-    "Adam Alice Anna Ben Carl Clara David Diana Emma Eric Frank Grace Henry Irene Jack Jane Karen Kevin Laura Leo Maria "
-    "Martin Nora Oscar Paul Peter Rosa Simon Tom Victor"
-).split()
-LAST = (
-    "Baker Bell Black Brown Carter Clark Cook Davis Evans Fisher Ford Fox Gray Green Hall Hill Hunt King Lane Lee Moore "
-    "Parker Reed Rose Scott Stone Turner Ward White Wood"
-).split()
-CITIES = (
-    "Athens Berlin Boston Cairo Chicago Delhi Dublin Geneva Havana Lima Lisbon London Madrid Milan Moscow Oslo Paris "
-    "Prague Rome Seattle Sydney Tokyo Toronto Vienna"
-).split()
-JOBS = (
-    "barber carpenter chemist dancer dentist doctor driver farmer gardener judge lawyer miner nurse painter pilot plumber "
-    "poet sailor singer soldier tailor teacher waiter writer"
-).split()
+# fmt: off
+FIRST = [
+    "Adam", "Alice", "Anna", "Ben", "Carl", "Clara", "David", "Diana", "Emma", "Eric", "Frank", "Grace", "Henry",
+    "Irene", "Jack", "Jane", "Karen", "Kevin", "Laura", "Leo", "Maria", "Martin", "Nora", "Oscar", "Paul", "Peter",
+    "Rosa", "Simon", "Tom", "Victor",
+]
+LAST = [
+    "Baker", "Bell", "Black", "Brown", "Carter", "Clark", "Cook", "Davis", "Evans", "Fisher", "Ford", "Fox", "Gray",
+    "Green", "Hall", "Hill", "Hunt", "King", "Lane", "Lee", "Moore", "Parker", "Reed", "Rose", "Scott", "Stone",
+    "Turner", "Ward", "White", "Wood",
+]
+CITIES = [
+    "Athens", "Berlin", "Boston", "Cairo", "Chicago", "Delhi", "Dublin", "Geneva", "Havana", "Lima", "Lisbon", "London",
+    "Madrid", "Milan", "Moscow", "Oslo", "Paris", "Prague", "Rome", "Seattle", "Sydney", "Tokyo", "Toronto", "Vienna",
+]
+JOBS = [
+    "barber", "carpenter", "chemist", "dancer", "dentist", "doctor", "driver", "farmer", "gardener", "judge", "lawyer",
+    "miner", "nurse", "painter", "pilot", "plumber", "poet", "sailor", "singer", "soldier", "tailor", "teacher",
+    "waiter", "writer",
+]
+# fmt: on
 _DRAW = random.Random(0)
 CORPUS = {
     f"{first} {last}": (_DRAW.choice(CITIES), _DRAW.choice(JOBS))
