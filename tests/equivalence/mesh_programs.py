@@ -119,10 +119,12 @@ def results(placement, every=True, models=MODELS):
                 for p in worker.module.parameters():
                     p.grad = None
         needs = {"entropy": True, "constants": CONSTANTS, "divergence": Divergence(teacher, 0.4)}
-        for what, processors, used, asked in (
+        more = (
             ("teacher", LogitsProcessors(temperature=0.7), against_teacher, needs),
             ("top 20", LogitsProcessors(top_k=20), loss, {"entropy": True}),
-        ):
+        )
+        divided = "capped" in models and name in models_of((1, 1, 2), every)
+        for what, processors, used, asked in more if every or divided else ():
             worker.processors = processors
             metrics = worker.forward_backward(weighted, used, **asked)
             found[f"{name}, {what}"] = torch.tensor([v for _, v in sorted(flat(metrics).items())])
