@@ -197,9 +197,7 @@ class _FusedAttention(torch.autograd.Function):
         raise NotImplementedError("only the forward pass is counted")
 
 
-def measure_model(
-    role: RoleConfig, *, trained: bool, scores: bool = False, num_processes: int = 1
-) -> ModelSizes:
+def measure_model(role: RoleConfig, *, trained: bool, scores: bool = False, num_processes: int = 1) -> ModelSizes:
     """Counts the sizes of a role's model from its config, without weights.
 
     Args: role: its model, adapter and dtype; "auto" counts as bfloat16, which a GPU takes. trained: whether it is.
