@@ -51,7 +51,8 @@ def test_processes_that_divide_matrices_draw_the_tokens_of_one(tmp_path, size, t
             assert_same_draws(own["drawn"], alone["drawn"], name)
             assert name == "bf16" or own["again"] == alone["again"]  # after an error in the middle of a rollout
             assert own["backbone"].split()[0] == ("module" if name == "module" else "fused")
-            assert "the tool is broken" in own["error"] and "the tool is broken" in alone["error"]
+            assert "the tool is broken" in alone["error"]  # and on the rank that runs the tools
+            assert (f" of {size} failed: RuntimeError" if rank % tensor else "the tool is broken") in own["error"]
             calls += own["calls"]
             if rank % tensor:
                 assert not own["calls"]
