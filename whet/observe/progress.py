@@ -143,6 +143,7 @@ class Progress:
         self._shown_phase, self._phase_since = "", self._begun
         self._ended, self._writing = threading.Event(), threading.Lock()
         self._watcher: threading.Thread | None = None
+        self._has_told_phase = False  # of this step: its metrics then come at once
 
     def start_clock(self) -> None:
         """Measures the time left from now on."""
@@ -198,8 +199,9 @@ class Progress:
         elif self._enabled:
             self._line = join_fields([self._title(), *texts, *self._time_left(step)])
             wait = min(self.every_s, _FIRST_LINE_S) if self._printed == self._begun else self.every_s
-            if time.monotonic() - self._printed >= wait:
+            if self._has_told_phase or time.monotonic() - self._printed >= wait:
                 self._print_line()
+                self._has_told_phase = False
 
     def _make_bar(self) -> Any:
         bar = _make_bar()
@@ -228,7 +230,8 @@ class Progress:
         while not self._ended.wait(self.every_s / 10):
             phase = self._describe_phase()
             if time.monotonic() - self._printed >= self.every_s:
-                self._line = self._line or join_fields([self._title(), f"next step: {phase}"])
+                if not self._line:
+                    self._line, self._has_told_phase = join_fields([self._title(), f"next step: {phase}"]), True
                 self._print_line()
 
     def _describe_phase(self) -> str:
