@@ -172,9 +172,8 @@ def varlen(device: Any) -> dict[str, Any]:
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
     except ImportError as error:
         raise SkipError(f"torch {torch.__version__} has no varlen_attn: {error}") from error
-    from whet.models.varlen import takes
+    from whet.models.varlen import head_options, takes
 
-    grouped = {"enable_gqa": True} if takes("enable_gqa") else {}  # torch 2.11 groups heads without being told
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     lengths, found, refused = (5, 0, 1, 130, 64), {}, {}
     ends = torch.tensor([0, *lengths], device=device).cumsum(0).int()
@@ -196,7 +195,7 @@ def varlen(device: Any) -> dict[str, Any]:
                 try:
                     sides = (ends, ends, longest, longest)
                     out, lse = varlen_attn(
-                        q, k, v, *sides, return_aux=AuxRequest(lse=True), scale=0.1, **grouped, **options
+                        q, k, v, *sides, return_aux=AuxRequest(lse=True), scale=0.1, **head_options(q, k), **options
                     )
                 except (NotImplementedError, RuntimeError) as error:
                     refused[where] = str(error).splitlines()[0][:200]

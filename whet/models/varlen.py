@@ -33,7 +33,7 @@ try:
 except ImportError:
     AuxRequest = varlen_attn = None
 
-__all__ = ["OPERATORS", "VarlenRow", "attend_sequences", "takes", "varlen_unsupported_reason"]
+__all__ = ["OPERATORS", "VarlenRow", "attend_sequences", "head_options", "takes", "varlen_unsupported_reason"]
 
 log = logging.getLogger("whet")
 
@@ -110,11 +110,13 @@ def attend_sequences(
     """
     assert varlen_attn is not None
     back = -1 if window is None else window - 1
-    options: dict[str, Any] = {"scale": scale, "window_size": (back, 0)}
-    if q.shape[1] != k.shape[1] and takes("enable_gqa"):
-        options["enable_gqa"] = True
-    out: Any = varlen_attn(q, k, v, *ends, *longest, **options)
+    out: Any = varlen_attn(q, k, v, *ends, *longest, scale=scale, window_size=(back, 0), **head_options(q, k))
     return out.transpose(0, 1)[None]
+
+
+def head_options(q: Tensor, k: Tensor) -> dict[str, Any]:
+    """Returns what tells varlen_attn of grouped heads, which torch 2.11 takes without being told. Args: [_ heads D]."""
+    return {"enable_gqa": True} if q.shape[1] != k.shape[1] and takes("enable_gqa") else {}
 
 
 def takes(option: str) -> bool:

@@ -249,9 +249,8 @@ def _varlen(
 ) -> tuple[Tensor, Tensor]:
     """varlen_attn of q [T H D] and k, v [P K D]: [T H D], and the log-sum-exp [H T] in fp32."""
     assert varlen.varlen_attn is not None and varlen.AuxRequest is not None
-    options: dict[str, Any] = {"scale": scale, "window_size": window, "return_aux": varlen.AuxRequest(lse=True)}
-    if q.shape[1] != k.shape[1] and varlen.takes("enable_gqa"):
-        options["enable_gqa"] = True
+    options = {"scale": scale, "window_size": window, "return_aux": varlen.AuxRequest(lse=True)}
+    options |= varlen.head_options(q, k)
     if varlen.takes("seqused_k"):
         ends, longest, options["seqused_k"] = (tables.ends, tables.starts), tables.longest, tables.used
     else:  # with one query each, grouped heads would be taken for queries, of which the added sequences have none
