@@ -59,6 +59,7 @@ def run_and_report(program: str, work: Callable[[], Any]) -> int:
             work()
         except KeyboardInterrupt as stop:
             _print_error(f"\n{stop}" if str(stop) else "\nstopped")
+            write_torchrun_error(str(stop) or "stopped by Ctrl-C (SIGINT)")
             return 130
         except Exception as error:
             if isinstance(error, BrokenPipeError) and has_no_reader(sys.stdout):
