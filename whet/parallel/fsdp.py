@@ -18,9 +18,9 @@
 
     checkpoints, exports      every rank gathers each tensor in turn, and rank 0 writes it
 
-A model that only rank 0 has read (parallel/loading.py) is sent and sharded layer by layer.
+A model without weights (parallel/loading.py) is read from its files or sent by rank 0, and sharded, layer by layer.
 
-Experimental: the module's own layers only. Left out on purpose: models that rank 0 can't hold whole.
+Experimental: the module's own layers only.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from whet.errors import ConfigError
+from whet.models.weight_files import without_weights
 from whet.packing.micro_batch import MicroBatch
 from whet.parallel.context import gather_stats, take_share
-from whet.parallel.loading import receive, without_weights
+from whet.parallel.loading import receive
 from whet.parallel.mesh import ProcessMesh
 from whet.parallel.placement import Phase, Placement
 from whet.parallel.ranks import Ranks
@@ -107,7 +108,7 @@ class FSDPPlacement(Placement):
         for part in (*backbone.layers, module):
             if only_on_writer:
                 whole = (p for p in part.parameters() if not isinstance(p, DTensor))  # layers are sharded by then
-                receive(whole, torch.device(self.mesh.device_type))
+                receive(whole, torch.device(self.mesh.device_type), self.ranks, self.mesh.row_share)
             if self.mesh.tensor is not None and part is module:
                 divide_vocabulary(module, self.mesh.tensor)
             elif self.mesh.tensor is not None:
