@@ -27,13 +27,15 @@ NAME = "apply_rotary_pos_emb"
 
 
 class RotaryFunctions:
-    """The functions of a module's files that `rotate` computes. Args: module: a model, on the device of its passes.
+    """The functions of a module's files that `rotate` computes.
+
+    Args: module: a model. like: a tensor of its dtype, on the device of its passes; None = its first parameter.
 
     Example: `with RotaryFunctions(model).enabled(): loss(model(ids)).backward()`.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        first = next(module.parameters())
+    def __init__(self, module: nn.Module, like: Tensor | None = None) -> None:
+        first = next(module.parameters()) if like is None else like
         files = {sys.modules[type(m).__module__] for m in module.modules() if type(m).__module__ in sys.modules}
         own = [(f, getattr(f, NAME)) for f in files if hasattr(f, NAME)]
         own = [(f, getattr(function, "own", function)) for f, function in own]

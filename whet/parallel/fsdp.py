@@ -20,7 +20,7 @@
 
 A model without weights (parallel/loading.py) is read from its files or sent by rank 0, and sharded, layer by layer.
 
-Experimental: the module's own layers only.
+Experimental.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from whet.errors import ConfigError
+from whet.models.fast_layers import FastLayers
 from whet.models.weight_files import without_weights
 from whet.packing.micro_batch import MicroBatch
 from whet.parallel.context import gather_stats, take_share
@@ -66,7 +67,6 @@ class FSDPPlacement(Placement):
     Example: `ModelWorker(loaded, optim=OptimConfig(), placement=FSDPPlacement(make_mesh("cpu", 2, 1, 1), ranks))`.
     """
 
-    fast_layers = False
     repeats_passes = False
 
     def __init__(self, mesh: ProcessMesh, ranks: Ranks, *, sync_each_pass: bool = False) -> None:
@@ -121,6 +121,15 @@ class FSDPPlacement(Placement):
         module.whet_dtype = compute
         module.whet_call = MethodType(_call, module)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         register_fsdp_forward_method(module, CALL)
+
+    def find_fast_layers(self, module: nn.Module) -> FastLayers:
+        """See Placement. A layer is compared while its part is gathered, in the dtype that it computes in; one whose
+        matrices are divided keeps its own forward.
+        """
+        module.whet_call(lambda: ())  # pyright: ignore[reportCallIssue] # the root runs before a part is gathered
+        fast = FastLayers(module, _gathered(_parts(module)))
+        fast.agree(self.ranks.all_gather)
+        return fast
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -248,6 +257,16 @@ class FSDPPlacement(Placement):
 
 def _parts(module: nn.Module) -> list[FSDPModule]:
     return [x for x in module.modules() if isinstance(x, FSDPModule)]
+
+
+def _gathered(parts: Sequence[FSDPModule]) -> Iterator[nn.Module]:
+    """Yields parts of a model in turn, each with plain parameters while it is the current one."""
+    for part in parts:
+        part.reshard()
+    for part in parts:
+        part.unshard()
+        yield part  # pyright: ignore[reportReturnType]
+        part.reshard()
 
 
 def _local(grad: Tensor) -> Tensor:
