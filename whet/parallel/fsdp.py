@@ -102,11 +102,11 @@ class FSDPPlacement(Placement):
             p.data = p.data.to(torch.float32 if p.requires_grad else compute)
         policy = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
         self._skeleton = without_weights(module, module)  # since fully_shard changes the classes of the modules
-        only_on_writer = any(self.ranks.all_gather(next(module.parameters()).is_meta))
+        without_values = any(self.ranks.all_gather(next(module.parameters()).is_meta))
         backbone: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
         names = {part: name for name, part in module.named_modules()}
         for part in (*backbone.layers, module):
-            if only_on_writer:
+            if without_values:
                 whole = (p for p in part.parameters() if not isinstance(p, DTensor))  # layers are sharded by then
                 receive(whole, torch.device(self.mesh.device_type), self.ranks, self.mesh.row_share)
             if self.mesh.tensor is not None and part is module:
