@@ -129,5 +129,6 @@ def _product(device: str) -> str:
         start = time.perf_counter()
         float((x @ x)[0, 0])  # waits for the device
         seconds.append(time.perf_counter() - start)
-    speed = 2 * size**3 / min(seconds) / 1e12
-    return f"{speed:.2f} TFLOP/s ({size} x {size}, {str(dtype).removeprefix('torch.')}, measured)"
+    speed = 2 * size**3 / min(seconds)
+    text = f"{speed / 1e12:.1f} TFLOP/s" if speed >= 1e12 else f"{speed / 1e9:.1f} GFLOP/s"
+    return f"{text} ({size} x {size}, {str(dtype).removeprefix('torch.')}, measured)"
