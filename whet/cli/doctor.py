@@ -41,7 +41,8 @@ def doctor_text(memory: float | None = None) -> str:
         "bfloat16": _bfloat16(cuda),
         "C++ compiler": compiler,
         "C++ kernels": "run on the CPU" if isinstance(kernels, build.Library) else "off",
-        "Triton": "installed" if find_spec("triton") else "not installed; flex attention needs it on a GPU",
+        "Triton": f"{'' if find_spec('triton') else 'not '}installed; it compiles flex attention, gates and rotary "
+        "embeddings on a GPU",
         "rollout engine": f"embedded, {'on the GPU' if cuda else 'on the CPU'}",
         "rollout_engine=auto": f"embedded, since {reason}" if reason else "vllm",
         **{
