@@ -15,6 +15,7 @@ import tempfile
 import traceback
 import types
 from pathlib import Path
+from unittest import mock
 
 ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engines")]
@@ -34,7 +35,7 @@ from whet.learners.preference_from_config import make_preference_objective
 from whet.learners.sft import SFTLearner
 from whet.learners.step import ExampleStep
 from whet.models import attention as layouts
-from whet.models import fast_layers
+from whet.models import compiled, fast_layers
 from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.load import load_model
 from whet.models.varlen import VarlenRow
@@ -324,12 +325,26 @@ def update_case(family="qwen3", *, entropy=False, teacher=False, role="actor", l
 
 
 def varlen_case():
-    """An update whose attention is torch's varlen_attn, as where its comparison has passed."""
+    """An update with torch's varlen_attn, and with what is compiled, as where their comparisons have passed."""
     calls, attend = [], VarlenRow.attend
     layouts.varlen_unsupported_reason = lambda case: None
     VarlenRow.attend = lambda *args, **options: (calls.append(1), attend(*args, **options))[1]
-    line = update_case(attention="auto", checkpointing="selective")
+    ran, outputs = set(), {"gate_grads": 2, "gate_grads_and_product": 3}
+
+    def compile_stub(function):
+        def run(x, *rows):
+            ran.add((function.__name__, torch._C._current_graph_task_id() != -1))  # in a backward pass
+            made = tuple(torch.empty_like(x) for _ in range(outputs.get(function.__name__, 1)))
+            return made if len(made) > 1 else made[0]
+
+        return run
+
+    stub = {"MIN_ROWS": 2, "_is_usable": lambda case: True, "_compiled": compile_stub}
+    with mock.patch.multiple(compiled, **stub):
+        line = update_case(attention="auto", checkpointing="selective")
     assert calls, "another kernel ran"
+    again = {(name, backward) for name in ("gated", "rotated") for backward in (False, True)}
+    assert ran == {*again, ("gate_grads_and_product", True)}, ran
     return line
 
 
@@ -471,7 +486,7 @@ def _install():
             check(batch)
 
     TokenBatch.__post_init__ = check_numbers
-    fast_layers._is_unmodified = lambda layer: "forward" not in vars(layer)  # fake parameters are of another class
+    fast_layers._is_plain = lambda layer: True  # fake parameters are of another class
     fast_layers._is_close = lambda *numbers, **options: True  # there are none
     torch.nn.functional.rms_norm = _norm_of_a_gpu
     packed_linear._is_plain = lambda tensor: tensor.is_contiguous()

@@ -25,6 +25,8 @@ def test_two_processes_make_the_update_of_one(tmp_path):
     (number, _), *_ = one["passes"]
     assert number % 2 == 1 and number > 1, "a rank would have a pass less, were they not cut again"
     assert [counts for _, counts in ranks[1]["passes"]] == [[True] * (number // 2 + 1)]
+    for found in (one, *ranks):
+        assert found["layers"] == one["layers"] > 0 and found["plain"] == {True}, "layers are as fast as in one process"
     for found in ranks:
         for name, gradient in one["gradients"].items():
             limit = 1e-5 * gradient.abs().max()

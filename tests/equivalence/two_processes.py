@@ -1,6 +1,7 @@
 """One GRPO update by the real learner: in this process alone, or as one of several over parts of the model."""
 
 import datetime
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from whet.config import DataConfig, GRPOConfig, OptimConfig
 from whet.learners.grpo import GRPOLearner
+from whet.models import fast_layers
 from whet.rollout.base import EngineCaps
 from whet.rollout.mock import MockEngine
 from whet.rollout.policy_rollouts import PolicyRollouts
@@ -40,7 +42,11 @@ def sent(policy, adapters):
 
 def one_update(prompts):
     """A step of one update: gradients before clipping, weights after, numbers, passes, and what was rewarded here."""
-    rewarded = []
+    rewarded, plain, is_plain = [], set(), fast_layers._is_plain
+
+    def noted(layer):
+        plain.add(found := is_plain(layer))
+        return found
 
     def reward(completions, completion_ids, **_):
         rewarded.extend(map(tuple, completion_ids))
@@ -69,7 +75,8 @@ def one_update(prompts):
 
     worker.optim.step, worker.placement.split_passes = kept, counted
     algo = GRPOConfig(num_generations=3, beta=0.04)
-    run = GRPOLearner(c, algo, reward, data=DataConfig(batch_size=prompts)).train(rows(prompts))
+    with mock.patch.object(fast_layers, "_is_plain", noted):
+        run = GRPOLearner(c, algo, reward, data=DataConfig(batch_size=prompts)).train(rows(prompts))
     return {
         "gradients": gradients,
         "weights": {name: whole(p) for name, p in worker.module.named_parameters()},
@@ -77,6 +84,8 @@ def one_update(prompts):
         "sent": [sent(worker, adapters) for adapters in (False, True)],
         "imbalance": run.rows[0].get("perf/rank_imbalance"),
         "passes": passes,
+        "layers": len(worker.fast_layers),
+        "plain": plain,
         "rewarded": rewarded,
     }
 

@@ -50,7 +50,7 @@ def plan(config: RunConfig | SupervisedRunConfig, memory_gb: float | None, num_p
             "numbers, and 4-bit weights are packed in blocks with scales; leave it out, or plan for one process"
         )
     scores, reference = isinstance(config, RMRunConfig), None
-    sizes = measure_model(role, trained=True, scores=scores, num_processes=num_processes)
+    sizes = measure_model(role, trained=True, scores=scores)
     if isinstance(config, SupervisedRunConfig):
         own = separate_reference(config)
         reference = 0.0 if own is None else float(measure_model(own, trained=False).weight_bytes)

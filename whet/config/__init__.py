@@ -29,6 +29,7 @@ from whet.config.run_supervised import (
     load_supervised,
     shorthands,
 )
+from whet.config.serve import ServeConfig
 from whet.config.training import (
     CheckpointingOptions,
     ClusterConfig,
@@ -70,6 +71,7 @@ __all__ = [
     "SFTConfig",
     "SFTRunConfig",
     "SGLangOptions",
+    "ServeConfig",
     "SourceConfig",
     "SupervisedConfig",
     "SupervisedDataConfig",

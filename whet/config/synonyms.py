@@ -63,7 +63,7 @@ _ALL: dict[tuple[str, ...], str] = {
     ("trainer.context_parallel_size",): "ulysses_sequence_parallel_size sequence_parallel_size sp_size cp_size",
     ("trainer.tensor_parallel_size",): "tp_size tensor_parallel",
     ("trainer.data_parallel_replicate_size",): "fsdp_size ddp_size dp_replicate_size",
-    ("trainer.mini_batch_size",): "ppo_mini_batch_size steps_per_generation update_per_rollout",
+    ("trainer.mini_batch_size",): "ppo_mini_batch_size update_per_rollout",
     ("trainer.show_samples",): "log_completions num_completions_to_print",
     _EPOCHS: "num_train_epochs n_epochs total_epochs epochs",
     _STEPS: "steps total_steps total_training_steps num_train_steps train_steps",
@@ -83,17 +83,20 @@ _ALL: dict[tuple[str, ...], str] = {
     "max_prompt_length",
     _GENERATED: "max_tokens max_new_tokens max_completion_length max_response_length response_length max_gen_len "
     "total_generation_steps max_tokens_to_generate max_generation_steps",
-    _COMPLETIONS: "num_generations n n_samples n_samples_per_prompt num_samples group_size responses_per_prompt "
-    "num_return_sequences",
+    _COMPLETIONS: "num_generations n rollout_n n_samples n_samples_per_prompt num_samples group_size "
+    "responses_per_prompt num_return_sequences",
     ("rollout.eos_tokens", "eos_tokens"): "stop_token_ids eos_token_id",
     ("rollout.stop", "stop"): "stop_strings stop_sequences",
     ("rollout.constraint.regex", "constraint.regex"): "guided_regex vllm_structured_outputs_regex",
-    ("rollout.kv_cache_tokens",): "gpu_memory_utilization mem_fraction_static",
+    ("rollout.max_batch_size",): "max_num_seqs max_running_requests",
+    ("rollout.sglang.mem_fraction_static",): "mem_fraction_static",
+    ("rollout.vllm.max_num_batched_tokens",): "max_num_batched_tokens",
     ("rollout.vllm.hbm_utilization",): "vllm_gpu_memory_utilization",
     ("rollout_engine",): "use_vllm vllm_mode",
     ("rollout.chat_template_kwargs", "data.chat_template_kwargs", "chat_template_kwargs"): "enable_thinking thinking",
     ("rollout.on_long_prompt", "data.on_long"): "truncation filter_overlong_prompts",
-    ("rollout.max_turns",): "max_assistant_turns",
+    ("rollout.max_turns",): "max_assistant_turns max_tool_calling_iterations",
+    ("rollout.env_path",): "env environment environment_factory",
     ("reward",): "reward_funcs reward_fn reward_fns reward_function custom_reward_function",
     ("algo.beta",): "kl_coef kl_loss_coef init_kl_coef kl_penalty_coef kl_beta",
     ("algo.kl_loss_mode",): "kl_loss_type kl_estimator kl_penalty kl_method",
@@ -161,26 +164,37 @@ _GRADIENT = (
 )
 _SLEEPS = "an engine sleeps by itself during an update; rollout.vllm.kwargs.enable_sleep_mode=false prevents it"
 _VLLM = "vLLM's own options are keys of rollout.vllm.kwargs"
+_LOGPROBS = "the sampler's log-probabilities are always kept"
+_TOOLS = "a class names or defines the tools: rollout.env_path=env.py:Class rollout.max_turns=4 (whet docs tools)"
 _NO_DEEPSPEED = f"DeepSpeed is not supported; {_TORCHRUN}"
 NOTES: dict[str, str] = {
-    "calculate_log_probs": "the sampler's log-probabilities are always kept",
+    "calculate_log_probs": _LOGPROBS,
     "deepspeed": _NO_DEEPSPEED,
     "device": "a GPU is taken where there is one; CUDA_VISIBLE_DEVICES chooses which, and '' the CPU",
+    "disable_dropout": "the model's own dropout is always off; an adapter's is actor.lora.lora_dropout",
+    "enable_chunked_prefill": _VLLM,
     "enable_prefix_caching": _VLLM,
     "enable_sleep_mode": _SLEEPS,
     "enforce_eager": _VLLM,
     "eval_strategy": "data.eval_path has the rows of evaluations, trainer.eval_every_n_steps says how often",
     "free_cache_engine": _SLEEPS,
     "fsdp": _TORCHRUN,
+    "gpu_memory_utilization": "rollout.vllm.hbm_utilization is vLLM's share of the GPU's memory; "
+    "rollout.kv_cache_tokens bounds the KV cache of any engine, in tokens",
     "gpus": _TORCHRUN,
     "grad_accumulation": _GRADIENT,
     "gradient_accumulation_steps": _GRADIENT,
+    "logprobs": _LOGPROBS,
+    "multi_turn": "rollout.env_path=env.py:Class rollout.max_turns=4 makes episodes of several turns "
+    "(whet docs environments)",
     "n_gpus_per_node": _TORCHRUN,
     "nnodes": _TORCHRUN,
     "push_to_hub": "trainer.hub_model_id=NAME sends the model when it is trained, whet push RUN repo=NAME later",
     "sleep_mode": _SLEEPS,
+    "steps_per_generation": "a step makes data.batch_size / trainer.mini_batch_size updates, both in prompts",
     "tensor_model_parallel_size": _TENSOR_PARALLEL,
     "tensor_parallel_size": _TENSOR_PARALLEL,
+    "tools": _TOOLS,
     "use_dynamic_bsz": "passes are always filled up to trainer.max_tokens_per_microbatch",
     "use_kl_loss": "a KL is in the loss where algo.beta is above 0",
     "logging_steps": "every step is logged",
@@ -190,6 +204,7 @@ NOTES: dict[str, str] = {
     "reward_weights": "reward={name: weight, ...} has the weights beside the functions",
     "role_to_mesh": "all roles share the devices of a run; leave it out",
     "use_remove_padding": "rows are always packed, without padding",
+    "vllm_enable_sleep_mode": _SLEEPS,
     "zero_stage": _NO_DEEPSPEED,
     "val_before_train": "an evaluation before the first step is always made, where there are rows for it",
     "remove_unused_columns": "columns that nothing reads stay where they are; reward functions are given them by name",

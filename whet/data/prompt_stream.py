@@ -252,8 +252,9 @@ class PromptStream:
         order = f"shuffled with seed {self.seed}" if self.shuffle else "in data-set order"
         if isinstance(self.source, MixedRows):
             order += f", of {self.source.describe()}"
-        batches = f"{self.batches_per_epoch} batches of {self.batch_size}"
-        return f"{len(self.source)} {self.encode.unit} {order}, {batches} per epoch{tail}"
+        batches = "batch" if self.batches_per_epoch == 1 else "batches"
+        batches = f"{self.batches_per_epoch} {batches} of {self.batch_size} per epoch"
+        return f"{len(self.source)} {self.encode.unit} {order}, {batches}{tail}"
 
     def state(self) -> dict[str, Any]:
         """Returns the position after the last batch, for a checkpoint: plain ints, and the source's own state."""

@@ -35,7 +35,9 @@ RAISE_LIMIT = "raise rollout.max_tokens_to_generate"
 """The advice where completions are too short."""
 RAISE_EPISODE_LIMIT = "raise rollout.max_episode_tokens (the environment's words count in it)"
 """The advice where the environment's words leave no room for a turn."""
-SHORTEN_PROMPTS = "make room by shorter prompts (rollout.max_prompt_length): the model's positions are all taken"
+SHORTEN_PROMPTS = (
+    "shorten the prompts (rollout.max_prompt_length), since they and the completions fill the model's context"
+)
 """The advice where the limit of completions can't be raised."""
 MAX_DIFFERENCE = 0.1
 """Sampler and trainer may differ by this many nats per token, on average."""
@@ -94,11 +96,11 @@ def find_truncation(
     of_those = "" if math.isnan(scored) else f", and {scored:.0%} of those scored above 0"
     stops = ["its chat template (data.apply_chat_template=true)"] * can_set_template
     stops += ["its end token (rollout.eos_tokens)"] * can_set_eos
-    advice = [more_room]
+    advice = more_room
     if stops:
-        advice.append(f"where the model never ends by itself, give it {' or '.join(stops)}")
+        advice += f"; if the model never ends a completion by itself, give it {' or '.join(stops)}"
     longest = row.get("completions/max_length", math.nan)
-    message = f"{share:.0%} of completions were truncated, at {longest:.0f} tokens{of_those}; {', or '.join(advice)}"
+    message = f"{share:.0%} of completions were truncated, at {longest:.0f} tokens{of_those}; {advice}"
     return Finding(message, share)
 
 

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 __all__ = ["training_backends"]
 
 
-def training_backends(loaded: LoadedModel, dtype: torch.dtype | None = None) -> dict[str, str]:
+def training_backends(
+    loaded: LoadedModel, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> dict[str, str]:
     """Returns the implementations of attention and of norms, gates and weight gradients. On a CPU it builds the kernels
     first.
 
-    Args: loaded: the model, on its device. dtype: that it computes in; None = that of its parameters.
+    Args: loaded: the model. dtype, device: that it computes in and on; None = those of its parameters.
     Returns: "attention" and "layers", each "native (compiler)", or the implementation used instead and the reason;
         "adapter" if the model has an adapter, "base" if it is in 4 bits.
 
@@ -31,14 +33,14 @@ def training_backends(loaded: LoadedModel, dtype: torch.dtype | None = None) -> 
     ['attention', 'layers']
     """
     first = next(loaded.module.parameters())
-    dtype = dtype or first.dtype
+    dtype, device = dtype or first.dtype, device or first.device
     if not loaded.packable:
         attention = "the model's own: padded rows"
-    elif first.device.type != "cpu" or loaded.attention != "auto":
+    elif device.type != "cpu" or loaded.attention != "auto":
         attention = loaded.attention
     else:
-        attention = _describe(kernels_for(first.device, dtype))
-    has_kernels = first.device.type == "cpu" and dtype.itemsize in (2, 4)
+        attention = _describe(kernels_for(device, dtype))
+    has_kernels = device.type == "cpu" and dtype.itemsize in (2, 4)
     backends = {"attention": attention, "layers": _describe(layer_kernels()) if has_kernels else "the module's"}
     if loaded.adapter is not None:
         backends["adapter"] = f"PEFT's layers around {len(loaded.adapter.layers)} frozen ones, which run as without"

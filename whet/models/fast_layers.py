@@ -3,11 +3,12 @@
 Inside `FastLayers(module).enabled()` the layers have other forward functions, for forward and backward passes. The
 module and its parameters do not change. Each replacement is compared with the layer's own forward first.
 A gated MLP saves its two halves for the backward pass, which computes the activation and the product again, and a norm
-saves only its input. On a GPU that is so in half precision, with the bits of the module's own MLP. A norm is torch's
-there, one kernel in place of six, and a layer with LoRA is eight products, forward and backward, in place of twelve
-kernels: as in the engine's decode steps they round once where the module rounds twice or thrice. Rotary embeddings,
-which are no layers, are rotary.py's there. On a CPU, products in fp32 run in oneDNN where torch's default library is
-slow. On the meta device the layers are those of a GPU, without a comparison, so that a plan of memory can count them.
+saves only its input. On a GPU that is so in half precision, with the bits of the module's own MLP, but for a few where
+the gate is one kernel (compiled.py). A norm is torch's there, one kernel in place of six, and a layer with LoRA is
+eight products, forward and backward, in place of twelve kernels: as in the engine's decode steps they round once where
+the module rounds twice or thrice. Rotary embeddings, which are no layers, are rotary.py's there. On a CPU, products in
+fp32 run in oneDNN where torch's default library is slow. On the meta device the layers are those of a GPU, without a
+comparison, so that a plan of memory can count them.
 Dim legend: n rows, I in, O out, r rank, M width of the MLP.
 Left out on purpose: choosing a library by timing, because then a run would depend on the clock; and general products
 (matmul.py).
@@ -18,7 +19,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -29,14 +30,19 @@ from torch.autograd.function import once_differentiable
 from transformers.activations import SiLUActivation
 
 from whet.models import matmul
+from whet.models.compiled import gate_grads, gate_grads_and_product, gated, in_one_kernel
 from whet.models.lora_layers import is_adapter_layer, plain_linear, sole_adapter
 from whet.models.matmul import linear, onednn_unsupported_reason, row_chunks, weight_grad
 from whet.models.rotary import RotaryFunctions
 from whet.native.build import Unavailable, log_fallback
 from whet.native.layers import LayerKernels, layer_kernels
 from whet.ops.masked import to_fp32
+from whet.util.tensor_subclasses import is_sharded
 
 __all__ = ["FastLayers"]
+
+Run = Callable[[Any, Tensor], Tensor]
+"""A layer's other forward function, of the layer and its input."""
 
 CACHE_BLOCK = 1 << 17
 """Elements per block when several operations process a tensor block by block, so that a block stays in the cache."""
@@ -50,33 +56,41 @@ class FastLayers:
     """The layers of a module that have a faster forward with the same outputs and gradients, up to rounding.
 
     A layer keeps its own forward if its kind is not known, if its outputs differ in the comparison, or if it has hooks
-    when it runs.
-    Args: module: the root. Its parameters are not copied, so an optimizer may update them.
+    or sharded parameters when it runs.
+    Args: module: the root. Its parameters are not copied, so an optimizer may update them. parts: where processes have
+        shards of them, the modules that hold them, each with whole parameters while it is the current one; None = the
+        root.
 
     Example: `fast = FastLayers(model)`, then `with fast.enabled(): loss(model(ids)).backward()`.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._layers: list[tuple[nn.Module, Callable[[Any, Tensor], Tensor]]] = []
+    def __init__(self, module: nn.Module, parts: Iterable[nn.Module] | None = None) -> None:
+        self._module = module
+        self._layers: list[tuple[nn.Module, Run]] = []
         self._rotary: RotaryFunctions | None = None
-        first = next(module.parameters())
-        if first.device.type in ("cuda", "meta") and first.dtype.itemsize == 2:
-            self._rotary = None if first.is_meta else RotaryFunctions(module)  # it saves what the module's own saves
-            self._layers += _in_fewer_kernels(module)
-        if first.device.type != "cpu" or first.dtype not in (torch.float32, torch.float64, torch.bfloat16):
-            return
-        for layer in module.modules():
-            if type(layer) is nn.Linear and first.dtype == torch.float32 and onednn_unsupported_reason() is None:
-                self._layers.append((layer, _run_linear))
-            elif _is_gated(layer) and _matches_module(layer, _run_gated):
-                self._layers.append((layer, _run_gated))
-            # in float64 the modules normalise in fp32, and _Norm does not: there they keep their own forward
-            elif first.dtype != torch.float64 and _is_norm(layer) and _matches_module(layer, _run_norm):
-                self._layers.append((layer, _run_norm))
+        for part in [module] if parts is None else parts:
+            if (first := next((p for p in part.parameters() if not is_sharded(p)), None)) is None:
+                continue
+            if first.device.type in ("cuda", "meta") and first.dtype.itemsize == 2:
+                if not first.is_meta and self._rotary is None:  # it saves what the module's own saves
+                    self._rotary = RotaryFunctions(module, first)
+                self._layers += _in_fewer_kernels(part)
+            elif first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64, torch.bfloat16):
+                self._layers += _on_a_cpu(part, first.dtype)
 
     def __len__(self) -> int:
         """Returns the number of layers with a faster forward."""
         return len(self._layers)
+
+    def agree(self, all_gather: Callable[[Any], list[Any]]) -> None:
+        """Keeps what all processes have found, so that all run the same. Args: all_gather: returns each one's value."""
+        names = {layer: name for name, layer in self._module.named_modules()}
+        own = {(names[layer], run.__name__): (layer, run) for layer, run in self._layers}
+        found = all_gather(([*own], self._rotary is not None and len(self._rotary)))
+        common = set(own).intersection(*(layers for layers, _ in found))
+        self._layers = [pair for key, pair in own.items() if key in common]
+        if len({rotary for _, rotary in found}) > 1:
+            self._rotary = None
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
@@ -84,7 +98,7 @@ class FastLayers:
         changed = []
         for layer, run in self._layers:
             if _is_unmodified(layer):
-                layer.__dict__["forward"] = functools.partial(run, layer)
+                layer.__dict__["forward"] = functools.partial(_run_whole, run, layer)
                 changed.append(layer)
         try:
             with nullcontext() if self._rotary is None else self._rotary.enabled():
@@ -187,7 +201,8 @@ class _GatedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, up = ctx.saved_tensors
-        d_gate, d_up, _ = _gate_grads(_rows(gate), _rows(up), _rows(grad).clone(), False)
+        g, u, rows = _rows(gate), _rows(up), _rows(grad)
+        d_gate, d_up, *_ = in_one_kernel(gate_grads, g, u, rows) or _gate_grads(g, u, rows.clone(), False)
         return d_gate.view_as(gate), d_up.view_as(up)
 
 
@@ -251,6 +266,8 @@ def _gate(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up, [n M]."""
     if kernels := _native(gate, up):
         return kernels.gated(gate, up)
+    if (product := in_one_kernel(gated, gate, up)) is not None:
+        return product
     inner = torch.empty_like(gate)
     for part in _cache_blocks(gate):
         torch.mul(F.silu(gate[part]), up[part], out=inner[part])
@@ -258,11 +275,13 @@ def _gate(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _gate_grads(gate: Tensor, up: Tensor, grad: Tensor, product: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of silu(gate) · up, and the product again if `product`. The gradient of up overwrites
+    """Returns the gradients of silu(gate) · up, and the product again if `product`. The gradient of up may overwrite
     `grad`.
     """
     if kernels := _native(gate, up, grad):
         return kernels.gated_grads(gate, up, grad, product=product)
+    if grads := in_one_kernel(gate_grads_and_product if product else gate_grads, gate, up, grad):
+        return grads if product else (*grads, None)
     inner, d_gate = torch.empty_like(gate) if product else None, torch.empty_like(grad)
     for part in _cache_blocks(gate):
         act = F.silu(gate[part])
@@ -307,10 +326,24 @@ def _norm_grads(
 # ---- which layers ----------------------------------------------------------------------------------------------------
 
 
-def _in_fewer_kernels(module: nn.Module) -> list[tuple[nn.Module, Callable[[Any, Tensor], Tensor]]]:
+def _on_a_cpu(module: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Module, Run]]:
+    """Returns a CPU's layers, each with its function: linear ones by oneDNN, gated MLPs and norms."""
+    layers: list[tuple[nn.Module, Run]] = []
+    for layer in _whole_layers(module):
+        if type(layer) is nn.Linear and dtype == torch.float32 and onednn_unsupported_reason() is None:
+            layers.append((layer, _run_linear))
+        elif _is_gated(layer) and _matches_module(layer, _run_gated):
+            layers.append((layer, _run_gated))
+        # in float64 the modules normalise in fp32, and _Norm does not: there they keep their own forward
+        elif dtype != torch.float64 and _is_norm(layer) and _matches_module(layer, _run_norm):
+            layers.append((layer, _run_norm))
+    return layers
+
+
+def _in_fewer_kernels(module: nn.Module) -> list[tuple[nn.Module, Run]]:
     """Returns a GPU's layers, each with its function: norms by torch's kernel, those with LoRA, and gated MLPs."""
-    layers: list[tuple[nn.Module, Callable[[Any, Tensor], Tensor]]] = []
-    for layer in module.modules():
+    layers: list[tuple[nn.Module, Run]] = []
+    for layer in _whole_layers(module):
         if _is_norm(layer) and _matches_module(layer, _run_norm_in_one):
             layers.append((layer, _run_norm_in_one))
         elif is_adapter_layer(layer) and plain_linear(layer) is not None and _matches_adapter(layer):
@@ -320,19 +353,33 @@ def _in_fewer_kernels(module: nn.Module) -> list[tuple[nn.Module, Callable[[Any,
     return layers
 
 
+def _whole_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the layers of which this process has all parameters."""
+    return (layer for layer in module.modules() if not any(map(is_sharded, layer.parameters())))
+
+
 def _is_unmodified(layer: nn.Module) -> bool:
-    """Returns whether a layer has no hooks, no forward of its own and only plain parameters."""
-    hooked = any(vars(layer)[name] for name in HOOKS)
-    return not hooked and "forward" not in vars(layer) and all(type(p) is nn.Parameter for p in layer.parameters(False))
+    """Returns whether a layer has no hooks and no forward of its own."""
+    return not any(vars(layer)[name] for name in HOOKS) and "forward" not in vars(layer)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Returns whether a layer's own parameters are plain tensors."""
+    return all(type(p) is nn.Parameter for p in layer.parameters(False))
 
 
 def _is_replaced(layer: nn.Module) -> bool:
     """Returns whether `enabled` has replaced the forward of a linear layer."""
     forward = vars(layer).get("forward")
-    return isinstance(forward, functools.partial) and forward.func is _run_linear
+    return isinstance(forward, functools.partial) and forward.args[:1] == (_run_linear,)
 
 
-def _matches_module(layer: nn.Module, run: Callable[[Any, Tensor], Tensor]) -> bool:
+def _run_whole(run: Run, layer: nn.Module, x: Tensor) -> Tensor:
+    """Runs a layer by another function if its parameters are plain now: FSDP's are while it runs the module."""
+    return run(layer, x) if _is_plain(layer) else type(layer).forward(layer, x)
+
+
+def _matches_module(layer: nn.Module, run: Run) -> bool:
     """Returns whether `run` computes the same as the layer's own forward, on random inputs; in bf16 nearly always bit
     for bit.
 
@@ -418,7 +465,7 @@ def _run_gated(layer: Any, x: Tensor) -> Tensor:
         if not down.disable_adapters:
             return down(_GatedProduct.apply(gate, up))
         down = down.get_base_layer()  # the same as in the base model, bit for bit
-    if not _is_unmodified(down) and not _is_replaced(down):
+    if not _is_plain(down) or not (_is_unmodified(down) or _is_replaced(down)):
         return down(layer.act_fn(gate) * up)
     return _Gated.apply(gate, up, down.weight, down.bias)  # pyright: ignore[reportReturnType]
 

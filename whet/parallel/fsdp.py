@@ -18,9 +18,9 @@
 
     checkpoints, exports      every rank gathers each tensor in turn, and rank 0 writes it
 
-A model that only rank 0 has read (parallel/loading.py) is sent and sharded layer by layer.
+A model without weights (parallel/loading.py) is read from its files or sent by rank 0, and sharded, layer by layer.
 
-Experimental: the module's own layers only. Left out on purpose: models that rank 0 can't hold whole.
+Experimental.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from whet.errors import ConfigError
+from whet.models.fast_layers import FastLayers
+from whet.models.weight_files import without_weights
 from whet.packing.micro_batch import MicroBatch
 from whet.parallel.context import gather_stats, take_share
-from whet.parallel.loading import receive, without_weights
+from whet.parallel.loading import receive
 from whet.parallel.mesh import ProcessMesh
 from whet.parallel.placement import Phase, Placement
 from whet.parallel.ranks import Ranks
@@ -65,7 +67,6 @@ class FSDPPlacement(Placement):
     Example: `ModelWorker(loaded, optim=OptimConfig(), placement=FSDPPlacement(make_mesh("cpu", 2, 1, 1), ranks))`.
     """
 
-    fast_layers = False
     repeats_passes = False
 
     def __init__(self, mesh: ProcessMesh, ranks: Ranks, *, sync_each_pass: bool = False) -> None:
@@ -101,13 +102,13 @@ class FSDPPlacement(Placement):
             p.data = p.data.to(torch.float32 if p.requires_grad else compute)
         policy = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
         self._skeleton = without_weights(module, module)  # since fully_shard changes the classes of the modules
-        only_on_writer = any(self.ranks.all_gather(next(module.parameters()).is_meta))
+        without_values = any(self.ranks.all_gather(next(module.parameters()).is_meta))
         backbone: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
         names = {part: name for name, part in module.named_modules()}
         for part in (*backbone.layers, module):
-            if only_on_writer:
+            if without_values:
                 whole = (p for p in part.parameters() if not isinstance(p, DTensor))  # layers are sharded by then
-                receive(whole, torch.device(self.mesh.device_type))
+                receive(whole, torch.device(self.mesh.device_type), self.ranks, self.mesh.row_share)
             if self.mesh.tensor is not None and part is module:
                 divide_vocabulary(module, self.mesh.tensor)
             elif self.mesh.tensor is not None:
@@ -120,6 +121,15 @@ class FSDPPlacement(Placement):
         module.whet_dtype = compute
         module.whet_call = MethodType(_call, module)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         register_fsdp_forward_method(module, CALL)
+
+    def find_fast_layers(self, module: nn.Module) -> FastLayers:
+        """See Placement. A layer is compared while its part is gathered, in the dtype that it computes in; one whose
+        matrices are divided keeps its own forward.
+        """
+        module.whet_call(lambda: ())  # pyright: ignore[reportCallIssue] # the root runs before a part is gathered
+        fast = FastLayers(module, _gathered(_parts(module)))
+        fast.agree(self.ranks.all_gather)
+        return fast
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -247,6 +257,16 @@ class FSDPPlacement(Placement):
 
 def _parts(module: nn.Module) -> list[FSDPModule]:
     return [x for x in module.modules() if isinstance(x, FSDPModule)]
+
+
+def _gathered(parts: Sequence[FSDPModule]) -> Iterator[nn.Module]:
+    """Yields parts of a model in turn, each with plain parameters while it is the current one."""
+    for part in parts:
+        part.reshard()
+    for part in parts:
+        part.unshard()
+        yield part  # pyright: ignore[reportReturnType]
+        part.reshard()
 
 
 def _local(grad: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from whet.models.fast_layers import FastLayers
+
 if TYPE_CHECKING:
     from whet.packing.micro_batch import MicroBatch
     from whet.train.optimizer import Optim
@@ -37,8 +39,6 @@ class Placement:
     A worker calls `prepare` before it makes the optimizer and `attach` after that, then `during` around each phase.
     """
 
-    fast_layers = True
-    """Whether layers may have whet's own forwards, which read parameters as plain tensors."""
     repeats_passes = True
     """Whether an update may start again with other passes, which several processes would have to agree on."""
 
@@ -53,6 +53,10 @@ class Placement:
         Returns: the dtype that the parameters are still to be cast to; None = they stay as they are.
         """
         return dtype
+
+    def find_fast_layers(self, module: nn.Module) -> FastLayers:
+        """Returns whet's own forwards of a model that is prepared; all processes find the same."""
+        return FastLayers(module)
 
     def attach(self, module: nn.Module, optim: Optim | None) -> None:
         """Takes charge of a model. Args: module: the model. optim: its optimizer; None = it is not trained."""

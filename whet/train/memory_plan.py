@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -197,12 +196,11 @@ class _FusedAttention(torch.autograd.Function):
         raise NotImplementedError("only the forward pass is counted")
 
 
-def measure_model(role: RoleConfig, *, trained: bool, scores: bool = False, num_processes: int = 1) -> ModelSizes:
+def measure_model(role: RoleConfig, *, trained: bool, scores: bool = False) -> ModelSizes:
     """Counts the sizes of a role's model from its config, without weights.
 
     Args: role: its model, adapter and dtype; "auto" counts as bfloat16, which a GPU takes. trained: whether it is.
-        scores: it has a score head in place of its LM head. num_processes: of several, passes run the layers' own
-        forwards, which save more.
+        scores: it has a score head in place of its LM head.
     Returns: the sizes.
     Raises: ConfigError: there is no model, or its config can't be read or has no language model.
     """
@@ -220,7 +218,7 @@ def measure_model(role: RoleConfig, *, trained: bool, scores: bool = False, num_
     in_4_bits = {x.weight for x in module.modules() if isinstance(x, nn.Linear) and not x.weight.requires_grad}
     in_4_bits -= {module.get_output_embeddings().weight}
     module.set_attn_implementation(ATTENTION)
-    with FastLayers(module).enabled() if num_processes == 1 else nullcontext():  # as a worker's pass
+    with FastLayers(module).enabled():  # as a worker's pass
         first, second = (_saved_bytes(module, tokens) for tokens in _TRIALS)
     layout = ShapesLayout(_TRIALS[0])
     _run(module, layout, _TRIALS[0])
@@ -470,7 +468,7 @@ def choose_settings(config: C, memory: float, num_processes: int = 1) -> C:
     """
 
     def make_plan() -> tuple[MemoryPlan, float]:
-        sizes = measure_model(config.actor, trained=True, num_processes=num_processes)
+        sizes = measure_model(config.actor, trained=True)
         sizes_of = lambda role: measure_model(role, trained=False).weight_bytes if role and role.model else 0
         teacher, reward = sizes_of(config.teacher), sizes_of(config.reward_model)
         shards = num_processes // config.trainer.data_parallel_replicate_size
@@ -506,7 +504,7 @@ def choose_tokens(
 
     def make_plan() -> tuple[MemoryPlan, float]:
         scores = isinstance(config, RMRunConfig)
-        sizes = measure_model(config.trained, trained=True, scores=scores, num_processes=num_processes)
+        sizes = measure_model(config.trained, trained=True, scores=scores)
         held = 0.0 if reference is None else float(measure_model(reference, trained=False).weight_bytes)
         return plan_memory(config, sizes, memory=memory, num_processes=num_processes, reference=held), 0.0
 

@@ -163,7 +163,7 @@ class ModelWorker:
         self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype, norm=norm)
         if dtype is not None and not loaded.is_view:
             cast_parameters(loaded.module, dtype)
-        self.fast_layers: FastLayers | None = FastLayers(loaded.module) if self.placement.fast_layers else None
+        self.fast_layers: FastLayers | None = self.placement.find_fast_layers(loaded.module)
         """whet's own forwards for some layers; None = the module's own only."""
         self.placement.attach(loaded.module, self.optim)
 
@@ -185,10 +185,8 @@ class ModelWorker:
     @property
     def backends(self) -> dict[str, str]:
         """The implementations of its attention and its layers, with the reasons; see models.backends."""
-        backends = training_backends(self.loaded, self.dtype)
-        if self.fast_layers is None:
-            backends["layers"] = f"the model's own ({type(self.placement).__name__} holds parameters in parts)"
-        elif self.device.type == "cuda" and len(self.fast_layers):
+        backends = training_backends(self.loaded, self.dtype, self.device)
+        if self.device.type == "cuda" and self.fast_layers is not None and len(self.fast_layers):
             backends["layers"] = f"torch, {len(self.fast_layers)} of them in fewer kernels or less memory"
         return backends
 

@@ -95,6 +95,12 @@ def test_every_entry_of_the_tables_is_of_use():
         ("grpo", "rollout.tis", "did you mean algo.sampler_is?"),
         ("grpo", "vllm_importance_sampling_cap", "did you mean algo.sampler_is_threshold?"),
         ("grpo", "rollout.enable_sleep_mode", "an engine sleeps by itself"),
+        ("grpo", "vllm_enable_sleep_mode", "an engine sleeps by itself"),
+        ("grpo", "gpu_memory_utilization", "hbm_utilization is vLLM's share of the GPU's memory; rollout.kv_cache_tok"),
+        ("grpo", "steps_per_generation", "a step makes data.batch_size / trainer.mini_batch_size updates"),
+        ("grpo", "rollout.multi_turn.enable", "rollout.max_turns=4 makes episodes of several turns"),
+        ("grpo", "tools", "rollout.env_path=env.py:Class"),
+        ("grpo", "environment_factory", "did you mean rollout.env_path?"),
         ("grpo", "n_samples_per_prompt", "num_generations?"),
     ],
 )

@@ -189,7 +189,7 @@ def test_rows_that_were_left_out_do_not_count_and_long_ones_are_told_of_together
     rows = [{"text": "x" * n} for n in (1, 9, 2, 9)]
     kept = stream(tokenizer, rows, data=SupervisedDataConfig(max_length=5, on_long="drop"), num_epochs=1, shuffle=False)
     assert [x.row for batch in kept for x in batch] == [0, 2]
-    assert kept.describe() == "2 rows in data-set order, 1 batches of 2 per epoch"
+    assert kept.describe() == "2 rows in data-set order, 1 batch of 2 per epoch"
     assert [r.message for r in caplog.records] == [kept.encode.describe_counts()]
     with pytest.raises(DataError, match=r"^2 of 4 rows are over data.max_length 5: the longest has 10 tokens"):
         stream(tokenizer, rows, data=SupervisedDataConfig(max_length=5))

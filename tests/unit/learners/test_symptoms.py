@@ -43,7 +43,7 @@ def test_most_completions_cut_and_how_many_of_those_scored():
         f"scored above 0; {SHORTEN_PROMPTS}"
     )
     assert find_truncation(row, can_set_template=False).message.endswith(
-        "by itself, give it its end token (rollout.eos_tokens)"
+        "; if the model never ends a completion by itself, give it its end token (rollout.eos_tokens)"
     )
 
 

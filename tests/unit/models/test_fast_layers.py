@@ -222,16 +222,34 @@ def test_every_kind_of_hook_on_the_last_part_of_an_mlp_is_called(kind):
     assert seen == [kind]
 
 
-def test_a_layer_whose_parameter_is_of_another_class_keeps_its_own_forward():
+def test_a_layer_runs_its_own_forward_while_its_parameters_are_of_another_class():
     class Sharded(nn.Parameter):
         pass
 
-    model = qwen()
-    for layer in (model.model.norm, model.lm_head):
+    model, ran = qwen(), []
+    fast, down = FastLayers(model), model.model.layers[1].mlp.down_proj
+    fast._layers = [(layer, lambda m, x, own=own: ran.append(m) or own(m, x)) for layer, own in fast._layers]
+    want, plain = run(model), [run(model, fast), *ran]
+    ran.clear()
+    changed = (model.model.norm, model.lm_head, down)
+    for layer in changed:
         layer.weight = Sharded(layer.weight.detach().clone())
-    with FastLayers(model).enabled():
-        assert not [layer for layer in (model.model.norm, model.lm_head) if "forward" in vars(layer)]
-        assert "forward" in vars(model.model.layers[0].input_layernorm)
+    got = run(model, fast)
+    same(got, want, 1e-5)
+    same(plain[0], want, 1e-5)
+    assert [layer for layer in plain[1:] if layer not in changed] == ran and model.model.norm in plain
+
+
+def test_processes_keep_the_layers_that_all_have_found():
+    model = qwen()
+    fast, other = FastLayers(model), FastLayers(model)
+    other._layers = other._layers[::2]
+    theirs = []
+    other.agree(lambda own: theirs.append(own) or [own])
+    fast.agree(lambda own: [own, *theirs])
+    assert 0 < len(fast) == len(other) and fast._layers == other._layers
+    fast.agree(lambda own: [own, ([("lm_head", "another")], None)])
+    assert not fast
 
 
 def test_in_bf16_logits_are_the_modules_own_and_gradients_at_least_as_near_to_the_exact_ones():

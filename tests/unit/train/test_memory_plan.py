@@ -1,6 +1,7 @@
 """The plan of memory against what small models really hold, and against numbers counted on a fake CUDA device."""
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from whet.config.lora import LoraConfig
 from whet.errors import ConfigError
 from whet.models import varlen
 from whet.models.attention import Layout, SegmentLayout
+from whet.models.fast_layers import FastLayers
 from whet.models.lora import add_adapter
 from whet.models.varlen import VarlenRow
 from whet.parallel.ranks import Ranks
@@ -73,7 +75,7 @@ def qwen3(folder, name):
 
 
 @pytest.mark.parametrize("name", ["0.6B", *(pytest.param(n, marks=pytest.mark.full) for n in QWEN3 if n != "0.6B")])
-def test_activations_are_what_each_part_of_a_layer_needs(tmp_path, name):
+def test_activations_are_what_each_part_of_a_layer_needs(tmp_path, monkeypatch, name):
     role, (layers, d, gate, heads, own) = RoleConfig(model=qwen3(tmp_path, name)), QWEN3[name]
     sizes = measure_model(role, trained=True)
     # both norms' inputs and outputs, queries before and after the rotation and the result, keys and values, the halves
@@ -81,9 +83,9 @@ def test_activations_are_what_each_part_of_a_layer_needs(tmp_path, name):
     outside = 2 * d + 4 + 2 * 2 * 128 + 8  # the last norm, two tables of the rotation, ids
     assert sizes.activation_bytes == layers * (2 * numbers + 4 * fp32) + outside
     assert sizes.kv_bytes == 2 * layers * 8 * 128 * 2
-    if name == "0.6B":  # with several processes
-        sizes = measure_model(role, trained=True, num_processes=8)
-        assert sizes.activations(16_363, "none") / GB == pytest.approx(own, rel=0.005)
+    if name == "0.6B":
+        monkeypatch.setattr(FastLayers, "enabled", lambda self: nullcontext())
+        assert measure_model(role, trained=True).activations(16_363, "none") / GB == pytest.approx(own, rel=0.005)
 
 
 def make_module(folder, dtype=torch.bfloat16):
@@ -117,8 +119,9 @@ def test_weights_masters_moments_and_gradients_are_what_an_optimizer_holds(tmp_p
 
 @pytest.mark.parametrize("kind", [Qwen3Config, LlamaConfig])
 @pytest.mark.parametrize("lora", [None, LoraConfig(r=4)])
-def test_activations_are_what_a_pass_on_a_processor_saves(tmp_path, kind, lora):
-    sizes = measure_model(RoleConfig(model=save_config(tmp_path, kind), lora=lora), trained=True, num_processes=2)
+def test_activations_are_what_a_pass_on_a_processor_saves(tmp_path, monkeypatch, kind, lora):
+    monkeypatch.setattr(FastLayers, "enabled", lambda self: nullcontext())
+    sizes = measure_model(RoleConfig(model=save_config(tmp_path, kind), lora=lora), trained=True)
     module = make_module(tmp_path)
     if lora is not None:
         add_adapter(module.requires_grad_(False), lora)
@@ -158,7 +161,8 @@ def test_keys_that_attention_gathers_for_a_shared_prompt_are_counted(tmp_path, m
     monkeypatch.setattr(varlen, "varlen_attn", lambda q, k, v, *tables, **options: _Kernel.apply(q, k, v))
     lengths = ["rollout.max_prompt_length=64", "rollout.max_tokens_to_generate=64", "algo.num_generations=4"]
     config = load_run([f"model={save_config(tmp_path)}", "trainer.max_tokens_per_microbatch=640", *lengths])
-    sizes, module = measure_model(config.actor, trained=True, num_processes=2), make_module(tmp_path)
+    monkeypatch.setattr(FastLayers, "enabled", lambda self: nullcontext())
+    sizes, module = measure_model(config.actor, trained=True), make_module(tmp_path)
 
     def saved(tokens):
         layout, held = _RowLayout([tokens] * 5, [-1, 0, 0, 0, 0]), {}
