@@ -156,6 +156,11 @@ class VLLMEngine(ExternalEngine):
             self.close()
             raise
 
+    @property
+    def shared_bytes(self) -> int:
+        """The bytes of the policy's weights that lie in vLLM's memory."""
+        return 0 if self._shared is None else self._shared.shared_bytes
+
     def _build_llm(self, module: nn.Module, config: RolloutConfig, arguments: dict[str, Any]) -> Any:
         """Returns a new LLM, without weights. Raises EngineError: this process has one already, or vLLM fails."""
         parallel = importlib.import_module("vllm.distributed.parallel_state")
