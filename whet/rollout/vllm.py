@@ -149,7 +149,7 @@ class VLLMEngine(ExternalEngine):
             else:
                 self._reload(self._shared.base_weights())
                 self._shared.share(self._llm)
-                self.update_weights(0, ((n, p.detach()) for n, p in module.named_parameters() if p.requires_grad))
+                self.update_weights(0, self._shared.adapter_weights())
             self.backends = {"vllm": self._vllm.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
             """vLLM's version, and the mean difference of its logprobs of a prompt from the module's."""
         except BaseException:

@@ -97,7 +97,7 @@ class SharedWeights:
     def __init__(self, module: nn.Module) -> None:
         adapter = Adapter.from_module(module)
         assert adapter is not None, "sharing_obstacle says so before"
-        self._adapter = adapter
+        self._adapter, self._module = adapter, module
         self._base = {name: p for name, (p, _) in base_parameters(module).items()}
         self.device = next(iter(self._base.values())).device
         self.rank = next(iter(next(iter(adapter.layers.values())).r.values()))
@@ -118,6 +118,11 @@ class SharedWeights:
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of the frozen weights, which vLLM loads once."""
         yield from ((name, p.detach()) for name, p in self._base.items())
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(the module's own name, tensor) of A and B of each layer, trained or not."""
+        own = {id(p) for p in self._adapter.parameters()}
+        yield from ((name, p.detach()) for name, p in self._module.named_parameters() if id(p) in own)
 
     def to_host(self) -> None:
         """Moves the weights to the host, so that the device has room for vLLM, or vLLM may free its tensors."""
