@@ -238,6 +238,9 @@ def test_an_instance_is_closed_whatever_happens():
 class Broken(Guess):
     where = "step"
 
+    def __init__(self):
+        assert self.where != "init", "no board"
+
     def reset(self, **row):
         super().reset.__doc__
         assert self.where != "reset", "no game today"
@@ -268,6 +271,7 @@ def test_reset_receives_the_columns_that_it_names():
 @pytest.mark.parametrize(
     ("where", "words", "turns"),
     [
+        ("init", "__init__ of Broken raised AssertionError: no board", 0),
         ("reset", "reset of Broken raised AssertionError: no game today", 0),
         ("step", "step of Broken raised ZeroDivisionError", 1),
         ("form", "step of Broken returned 5; return a text or a list of messages", 1),
