@@ -159,17 +159,16 @@ def pass_kernels(layers: int) -> int:
     layout, ids, fast = _Layout(64), torch.zeros(1, 64, dtype=torch.long, device="meta"), FastLayers(model)
     kernels = Kernels()
 
-    def compile_stub(function: Callable[..., Any]) -> Callable[..., Any]:
+    def one_kernel(case: Any) -> Callable[..., Any]:
         def run(*rows: Any) -> Any:
             kernels.count += 1
             with _disable_current_modes():
-                return function(*rows)
+                return case.function(*rows)
 
         return run
 
-    stub = {"DEVICE": "meta", "MIN_ROWS": 1, "_is_usable": lambda case: True, "_compiled": compile_stub}
     with (
-        mock.patch.multiple(compiled, **stub),
+        mock.patch.multiple(compiled, DEVICE="meta", MIN_ROWS=1, _kernel=one_kernel),
         kernels,
         fast.enabled(),
         mock.patch.object(modeling_qwen3, "apply_rotary_pos_emb", rotate),

@@ -331,16 +331,15 @@ def varlen_case():
     VarlenRow.attend = lambda *args, **options: (calls.append(1), attend(*args, **options))[1]
     ran, outputs = set(), {"gate_grads": 2, "gate_grads_and_product": 3}
 
-    def compile_stub(function):
+    def kernel(case):
         def run(x, *rows):
-            ran.add((function.__name__, torch._C._current_graph_task_id() != -1))  # in a backward pass
-            made = tuple(torch.empty_like(x) for _ in range(outputs.get(function.__name__, 1)))
+            ran.add((name := case.function.__name__, torch._C._current_graph_task_id() != -1))  # in a backward pass
+            made = tuple(torch.empty_like(x) for _ in range(outputs.get(name, 1)))
             return made if len(made) > 1 else made[0]
 
         return run
 
-    stub = {"MIN_ROWS": 2, "_is_usable": lambda case: True, "_compiled": compile_stub}
-    with mock.patch.multiple(compiled, **stub):
+    with mock.patch.multiple(compiled, MIN_ROWS=2, _kernel=kernel):
         line = update_case(attention="auto", checkpointing="selective")
     assert calls, "another kernel ran"
     again = {(name, backward) for name in ("gated", "rotated") for backward in (False, True)}

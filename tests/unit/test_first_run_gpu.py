@@ -1,6 +1,5 @@
 """The script for the first minutes on a GPU, on a CPU: its checks run there too, and show less."""
 
-import functools
 import importlib
 import json
 import subprocess
@@ -104,17 +103,19 @@ def test_flex_that_refuses_a_usual_model_is_a_failure(script):
 def test_compiled_functions_are_compared_with_torchs(script, monkeypatch):
     from whet.models import compiled
 
-    compile_one = lambda change: functools.cache(lambda f: lambda *x: change(f(*x)) if f is compiled.gated else f(*x))
     monkeypatch.setattr(compiled, "DEVICE", "cpu")
     monkeypatch.setattr(compiled, "MIN_ROWS", 4)
-    monkeypatch.setattr(compiled, "_is_usable", lambda case: True)
     parts = {"gate_grads (3072,)", "rotated (8, 128)", "gated (3072,)"}
     for change in (lambda y: y, lambda y: y + 0.1):
-        monkeypatch.setattr(compiled, "_compiled", compile_one(change))
+
+        def kernel(case, change=change):
+            return lambda *x: change(case.function(*x)) if case.function is compiled.gated else case.function(*x)
+
+        monkeypatch.setattr(compiled, "_kernel", kernel)
         monkeypatch.setitem(script.CHECKS, "compiled", lambda d: script.compiled(d, rows=6))
         row = script.check("compiled", CPU)
         assert "differ with 4 rows" in row["error"] if change(0) else parts < row["found"].keys(), row
-    monkeypatch.setattr(compiled, "_is_usable", lambda case: False)
+    monkeypatch.setattr(compiled, "_kernel", lambda case: None)
     assert "is not compiled" in script.check("compiled", CPU)["error"]
 
 

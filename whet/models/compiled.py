@@ -1,10 +1,12 @@
-"""Gates and rotary embeddings of training on a GPU in one kernel each, which torch.compile makes.
+"""Gates and rotary embeddings of training on a GPU in one kernel each, which torch's compiler makes.
 
 torch's own kernels read and write memory once for each operation. Here a gate takes one kernel forward and one backward
 in place of two and five, and a rotary embedding one kernel a tensor each way in place of three. The compiled functions
 round where torch's kernels round, so the choice changes about one number in ten thousand, by its last bit.
-A function is compiled when a call first needs it, for any number of rows, so in the rehearsal before step 1; then it is
-compared with itself, not compiled. If it does not compile or differs, torch's own kernels run, after one warning.
+A function is compiled when a call first needs it, so in the rehearsal before step 1. torch.export traces it, for any
+number of rows: a call has no guards of torch.compile, which would take longer than the launches that are saved, and is
+never compiled again. Before its first use it is compared with the function itself. If it does not compile or differs,
+torch's own kernels run, after one warning.
 Dim legend: n rows (tokens), M width of the MLP, H heads, D head size.
 Left out on purpose: norms, for which torch has a kernel; calls with few rows, where launching a kernel takes longest,
 and so decode steps; CPUs, which have native kernels; and autograd, whose functions call these and choose what to save.
@@ -22,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whet.errors import format_exception
-from whet.models.flex import MAX_COMPILED, run_in_thread
+from whet.models.flex import run_in_thread
 
 __all__ = ["gate_grads", "gate_grads_and_product", "gated", "in_one_kernel", "rotated"]
 
@@ -32,6 +34,8 @@ DEVICE = "cuda"
 """The kind of device that runs them; tests set another."""
 MIN_ROWS = 1024
 """The fewest rows of a call that is compiled."""
+MAX_NUMBERS = 2**31 - 1
+"""The most numbers of a tensor: indices are int32."""
 OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
 """Of the compiler: each operation rounds to the dtype of its output, as torch's own kernels do."""
 DIFFERENT = 0.01
@@ -78,60 +82,76 @@ def in_one_kernel(function: Callable[..., Any], *rows: Tensor) -> Any:
     True
     """
     first = rows[0]
-    if first.device.type != DEVICE or len(first) < MIN_ROWS or not all(x.is_contiguous() for x in rows):
+    fits = first.device.type == DEVICE and len(first) >= MIN_ROWS and first.numel() <= MAX_NUMBERS
+    if not fits or not all(x.is_contiguous() for x in rows):
         return None
-    case = _Case(function, first.device, first.dtype, tuple(x.shape[1:] for x in rows))
-    if not _is_usable(case):
-        return None
-    with torch.no_grad():  # as in the comparison, for the kernel compiled there
-        return _compiled(function)(*(x.detach() for x in rows))
+    run = _kernel(_Case(function, first.device, first.dtype, tuple(x.shape[1:] for x in rows)))
+    return None if run is None else run(*rows)
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function, compiled for the sizes that it gets, but for those that are marked as dynamic.
-
-    Sizes of a row are constants: indices need no divisions then, and loads are as wide as the GPU has them.
-    """
-    return torch.compile(function, dynamic=False, options=OPTIONS)
-
-
-@functools.cache
-def _is_usable(case: _Case) -> bool:
+def _kernel(case: _Case) -> Callable[..., Any] | None:
     """Compiles and compares a case once, and logs the result; after a failure on a device it is not tried there."""
     if case.device in _FAILED:
-        return False
-    try:
-        off = torch._dynamo.config.disable  # private: if it is gone, nothing is compiled
-        reason = "TORCHDYNAMO_DISABLE is set" if off else run_in_thread(case.device, lambda: _compare(case))
-    except Exception as error:  # dynamo, inductor, triton and its C compiler have many exception classes
-        reason = f"it does not compile: {format_exception(error, 200)}"
+        return None
     dtype = str(case.dtype).removeprefix("torch.")
     what = f"{case.function.__name__} in training ({dtype}, {' and '.join(str([*s]) for s in case.shapes)} a row)"
-    if reason is None:
-        log.info("%s: compiled to one kernel", what)
-        return True
-    log.warning("%s: using torch's kernels for gates and rotary embeddings from now on, because %s", what, reason)
-    _FAILED.add(case.device)
-    return False
+
+    def compile_and_compare() -> Callable[..., Any]:
+        _compare(run := _compile(case), case)
+        return run
+
+    try:
+        if torch._dynamo.config.disable:  # private: if it is gone, nothing is compiled
+            raise RuntimeError("TORCHDYNAMO_DISABLE is set")
+        run = run_in_thread(case.device, compile_and_compare)
+    except Exception as error:  # export, inductor, triton and its C compiler have many exception classes
+        reason = format_exception(error, 200)
+        log.warning("%s: using torch's kernels for gates and rotary embeddings from now on: %s", what, reason)
+        _FAILED.add(case.device)
+        return None
+    log.info("%s: compiled to one kernel", what)
+    return run
 
 
 _FAILED: set[torch.device] = set()
 """Devices for which a function did not compile, or differed."""
 
 
-def _compare(case: _Case) -> str | None:
-    """Returns how the compiled function differs from the function itself; None = it does not."""
-    generator, run = torch.Generator().manual_seed(0), _compiled(case.function)
-    for count in (MIN_ROWS, MIN_ROWS + 3):
-        drawn = (torch.randn(count, *shape, generator=generator) for shape in case.shapes)
-        rows = [x.mul_(3).to(case.device, case.dtype) for x in drawn]
-        for x in rows:
-            torch._dynamo.mark_dynamic(x, 0)
-        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=MAX_COMPILED):
-            found, expected = run(*rows), case.function(*rows)
-        for a, b in zip(*((x,) if isinstance(x, Tensor) else x for x in (found, expected))):
+class _Module(torch.nn.Module):
+    """A function as torch.export takes it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *rows: Tensor) -> Any:
+        return self.function(*rows)
+
+
+@torch.no_grad()
+def _compile(case: _Case) -> Callable[..., Any]:
+    """Compiles a function for the sizes of a row, which are constants in its indices, and any number of rows."""
+    count = torch.export.Dim("count", min=2, max=MAX_NUMBERS // case.shapes[0].numel())
+    sizes = {"rows": tuple({0: count} for _ in case.shapes)}
+    program = torch.export.export(_Module(case.function), _draw(case, MIN_ROWS), dynamic_shapes=sizes)
+    inputs = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder")]
+    run: Any = torch._inductor.compile(program.graph_module, inputs, options=OPTIONS)
+    return lambda *rows: found[0] if len(found := run(*rows)) == 1 else tuple(found)
+
+
+@torch.no_grad()
+def _compare(run: Callable[..., Any], case: _Case) -> None:
+    """Compares what was compiled with the function itself. Raises: ValueError: it differs by more than last bits."""
+    for rows in (_draw(case, MIN_ROWS), _draw(case, MIN_ROWS + 3)):
+        for a, b in zip(*((x,) if isinstance(x, Tensor) else x for x in (run(*rows), case.function(*rows)))):
             share, off = float((a != b).float().mean()), float((a - b).abs().max() / b.abs().max())
             if not (share <= DIFFERENT and off <= 2 * torch.finfo(case.dtype).eps):
-                return f"{share:.1%} of its numbers differ, by {off:.0e} of the largest at most"
-    return None
+                raise ValueError(f"{share:.1%} of its numbers differ, by {off:.0e} of the largest at most")
+
+
+def _draw(case: _Case, count: int) -> tuple[Tensor, ...]:
+    """Random arguments."""
+    generator = torch.Generator().manual_seed(count)
+    numbers = (torch.randn(count, *shape, generator=generator).mul_(3) for shape in case.shapes)
+    return tuple(x.to(case.device, case.dtype) for x in numbers)

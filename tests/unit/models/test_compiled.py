@@ -17,19 +17,18 @@ ALL = ["gate_grads", "gate_grads_and_product", "gated", "rotated", "rotated"]
 
 @pytest.fixture
 def compile_as(monkeypatch, caplog):
-    """Runs whatever `compiler` makes of a function, on the CPU without its native kernels."""
+    """Runs what `compiler` makes of a case, on the CPU without its native kernels."""
 
     def use(compiler):
         monkeypatch.setattr(fast_layers, "_native", lambda *tensors: None)
         monkeypatch.setattr(compiled, "DEVICE", "cpu")
         monkeypatch.setattr(compiled, "MIN_ROWS", 16)
         monkeypatch.setattr(compiled, "_FAILED", set())
-        monkeypatch.setattr(compiled, "_compiled", functools.cache(compiler))
+        monkeypatch.setattr(compiled, "_compile", compiler)
+        monkeypatch.setattr(compiled, "_kernel", functools.cache(compiled._kernel.__wrapped__))
 
     caplog.set_level(logging.INFO, "whet")
-    compiled._is_usable.cache_clear()
-    yield use
-    compiled._is_usable.cache_clear()
+    return use
 
 
 def said(caplog):
@@ -67,31 +66,23 @@ def near(found, wanted):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("backend", "dtypes"), [("aot_eager", ["bfloat16", "float16"]), ("inductor", ["bfloat16"])])
-def test_any_number_of_rows_runs_what_was_compiled_first(backend, dtypes, compile_as, caplog):
-    options = {**compiled.OPTIONS, "fx_graph_cache": False} if backend == "inductor" else None
-    compile_as(lambda f: torch.compile(f, dynamic=False, backend=backend, options=options))
-    torch._dynamo.reset()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_any_number_of_rows_has_torchs_numbers_from_what_is_compiled_once(dtype, compile_as, caplog, monkeypatch):
+    monkeypatch.setitem(compiled.OPTIONS, "fx_graph_cache", False)
+    compile_as(compiled._compile)
     metrics.reset()
-    for dtype in (getattr(torch, name) for name in dtypes):
-        near(passes(40, dtype), plain(40, dtype))
-        assert sorted(line.split()[0] for line in said(caplog)) == ALL, said(caplog)
-        assert all("compiled to one kernel" in line for line in said(caplog))
-        caplog.clear()
-        with torch.compiler.set_stance("fail_on_recompile"):
-            for rows in (16, 17, 48, 640):
-                wanted = plain(rows, dtype)
-                for checkpointing in (None, *CONTEXTS):
-                    near(passes(rows, dtype, checkpointing), wanted)
-            with pytest.raises(RuntimeError, match="recompile"):  # so this guard sees a recompilation
-                compiled._compiled(compiled.gated)(*torch.ones(2, 99, 8, dtype=dtype))
-    assert metrics.generated_kernel_count == (len(ALL) if backend == "inductor" else 0)
-    torch._dynamo.reset()
+    for rows in (40, 16, 17, 48, 640):
+        wanted = plain(rows, dtype)
+        for checkpointing in (None, *CONTEXTS):
+            near(passes(rows, dtype, checkpointing), wanted)
+    assert sorted(line.split()[0] for line in said(caplog)) == ALL
+    assert all("compiled to one kernel" in line for line in said(caplog))
+    assert metrics.generated_kernel_count == len(ALL)
 
 
-def test_calls_with_enough_rows_in_order_run_it_to_the_bit(compile_as, caplog):
+def test_calls_with_enough_rows_in_order_run_it_to_the_bit(compile_as, caplog, monkeypatch):
     calls = []
-    compile_as(lambda f: lambda *rows: calls.append((f.__name__, len(rows[0]))) or f(*rows))
+    compile_as(lambda case: lambda *rows: calls.append((case.function.__name__, len(rows[0]))) or case.function(*rows))
     for actual, expected in zip(passes(40), plain(40), strict=True):
         assert actual.equal(expected) and actual.stride() == expected.stride()
     assert sorted(name for name, rows in calls if rows == 40) == sorted([*ALL, "gated", "rotated", "rotated"])
@@ -100,24 +91,28 @@ def test_calls_with_enough_rows_in_order_run_it_to_the_bit(compile_as, caplog):
     passes(15)
     x = torch.ones(20, 48)
     assert compiled.in_one_kernel(compiled.gated, x, torch.ones(48, 20).t()) is None and not calls
-    assert compiled.in_one_kernel(compiled.gated, x.requires_grad_(), x).requires_grad is False and calls
+    assert compiled.in_one_kernel(compiled.gated, x, x).equal(compiled.gated(x, x)) and calls
+    monkeypatch.setattr(compiled, "MAX_NUMBERS", 20 * 48 - 1)
+    assert compiled.in_one_kernel(compiled.gated, x, x) is None
 
 
-def fails(*rows):
+def fails(case):
     raise RuntimeError("no compiler")
 
 
-def wrong(f):
-    return lambda *rows: f(*rows).add(0.1) if f is compiled.rotated else f(*rows)
+def wrong(case):
+    off = 0.1 * (case.function is compiled.rotated)
+    return lambda *rows: case.function(*rows).add(off)
 
 
-def rounds_less(f):
-    return lambda *rows: f(*(x.float() for x in rows)).to(rows[0].dtype) if f is compiled.rotated else f(*rows)
+def rounds_less(case):
+    wide = (lambda x: x.float()) if case.function is compiled.rotated else (lambda x: x)
+    return lambda *rows: case.function(*map(wide, rows)).to(case.dtype)
 
 
 @pytest.mark.parametrize(
     ("compiler", "reason"),
-    [(lambda f: fails, "no compiler"), (wrong, "% of its numbers differ"), (rounds_less, "% of its numbers differ")],
+    [(fails, "no compiler"), (wrong, "% of its numbers differ"), (rounds_less, "% of its numbers differ")],
 )
 def test_what_does_not_compile_or_differs_leaves_torchs_kernels_and_says_so_once(compiler, reason, compile_as, caplog):
     compile_as(compiler)
@@ -130,6 +125,6 @@ def test_what_does_not_compile_or_differs_leaves_torchs_kernels_and_says_so_once
 
 def test_where_torch_compile_is_off_nothing_is_said_to_be_compiled(compile_as, caplog, monkeypatch):
     monkeypatch.setattr(torch._dynamo.config, "disable", True)
-    compile_as(lambda f: f)
+    compile_as(lambda case: case.function)
     passes(40)
     assert "TORCHDYNAMO_DISABLE" in said(caplog)[0] and len(said(caplog)) == 1
