@@ -230,6 +230,35 @@ def varlen(device: Any) -> dict[str, Any]:
     return {"off": found}
 
 
+def compiled(device: Any, rows: int = 16384) -> dict[str, Any]:
+    """Gates and rotary embeddings of Qwen3-0.6B in one kernel: torch's numbers, and milliseconds of both."""
+    import torch
+
+    from whet.models import compiled as functions
+
+    if device.type != functions.DEVICE:
+        raise SkipError(f"nothing is compiled for {device.type}")
+    gate, head, found = [(3072,)], [(128,), (128,)], {}
+    cases = [
+        *((functions.gated, 2 * gate), (functions.gate_grads, 3 * gate), (functions.gate_grads_and_product, 3 * gate)),
+        *((functions.rotated, [(heads, 128), *head]) for heads in (16, 8)),
+    ]
+    for function, shapes in cases:
+        name = f"{function.__name__} {shapes[0]}"
+        for count in (functions.MIN_ROWS, functions.MIN_ROWS + 1, rows):
+            inputs = [torch.randn(count, *shape, device=device).to(torch.bfloat16) for shape in shapes]
+            run, start = lambda: functions.in_one_kernel(function, *inputs), time.perf_counter()  # noqa: B023
+            ours, seconds = run(), time.perf_counter() - start
+            need(ours is not None, f"{name} is not compiled; the log says why")
+            found.setdefault(name, {"compiled_s": round(seconds, 1)})
+            found[name]["ms"] = round(_milliseconds(run, device), 3)
+            found[name]["torch_ms"] = round(_milliseconds(lambda: function(*inputs), device), 3)  # noqa: B023
+            for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (ours, function(*inputs))), strict=True):
+                share = float((a != b).float().mean())
+                need(share <= functions.DIFFERENT, f"{share:.1%} of {name}'s numbers differ with {count} rows")
+    return found
+
+
 def tokens(device: Any) -> dict[str, Any]:
     """Steps that are replayed draw what the same steps draw one by one; and where rows wait for places, and move."""
     from whet.rollout.engine.engine import EmbeddedEngine
@@ -541,8 +570,8 @@ def offload(device: Any) -> dict[str, Any]:
 CHECKS: dict[str, Callable[[Any], dict[str, Any]]] = {
     f.__name__: f
     for f in (
-        captures, engines, second_device, fallback, threads, flex, varlen, tokens, adapters, kept, masked, rest, vllm,
-        blocking, sanitizer, kernels, recipe, update, offload,
+        captures, engines, second_device, fallback, threads, flex, varlen, compiled, tokens, adapters, kept, masked,
+        rest, vllm, blocking, sanitizer, kernels, recipe, update, offload,
     )
 }  # fmt: skip
 """By name, in order: what would give wrong tokens or end a run, then memory, then speed."""
@@ -619,6 +648,20 @@ def _drawn(engine: Any) -> list[list[int]]:
         while done := engine.step():
             out |= {o.id + 24 * (temperature == 0.0): o.tokens.tolist() for o in done}
     return [out[i] for i in sorted(out)]
+
+
+def _milliseconds(run: Callable[[], Any], device: Any, count: int = 10) -> float:
+    """Of a call, when it has run once."""
+    import torch
+
+    wait = lambda: torch.cuda.synchronize(device) if device.type == "cuda" else None
+    run()
+    wait()
+    start = time.perf_counter()
+    for _ in range(count):
+        run()
+    wait()
+    return (time.perf_counter() - start) / count * 1e3
 
 
 def _peak(device: Any) -> int:

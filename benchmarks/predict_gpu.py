@@ -4,7 +4,8 @@
 
 Kernels are counted with models of one and of two layers: a decode step by its operations on the processor, in the form
 that runs on a GPU, with a norm and an attention as one kernel each; forward and backward passes on the meta device,
-with transformers' own layers, attention as one kernel, and a norm as one forward and two backward. A decode step takes
+with transformers' own layers, attention as one kernel, a norm as one forward and two backward, and what is compiled as
+one for each function. A decode step takes
 its kernels' time in a graph, and the time to read weights and KV. A pass of training takes what is longer, the launches
 or the work: products at a share of the peak, and what is kept for the backward pass written once and read twice. What
 these leave out makes a GPU slower: gaps in rollouts, the kernels that varlen_attn launches besides its own, rewards.
@@ -22,11 +23,11 @@ from unittest import mock
 import numpy as np
 import tasks
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from whet.config import RoleConfig
-from whet.models import varlen
+from whet.models import compiled, varlen
 from whet.models.attention import ATTENTION
 from whet.models.fast_layers import FastLayers
 from whet.models.rotary import rotate
@@ -156,8 +157,19 @@ def pass_kernels(layers: int) -> int:
         model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).train()
     model.set_attn_implementation(ATTENTION)
     layout, ids, fast = _Layout(64), torch.zeros(1, 64, dtype=torch.long, device="meta"), FastLayers(model)
+    kernels = Kernels()
+
+    def one_kernel(case: Any) -> Callable[..., Any]:
+        def run(*rows: Any) -> Any:
+            kernels.count += 1
+            with _disable_current_modes():
+                return case.function(*rows)
+
+        return run
+
     with (
-        Kernels() as kernels,
+        mock.patch.multiple(compiled, DEVICE="meta", MIN_ROWS=1, _kernel=one_kernel),
+        kernels,
         fast.enabled(),
         mock.patch.object(modeling_qwen3, "apply_rotary_pos_emb", rotate),
     ):

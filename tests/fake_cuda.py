@@ -15,6 +15,7 @@ import tempfile
 import traceback
 import types
 from pathlib import Path
+from unittest import mock
 
 ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engines")]
@@ -38,7 +39,7 @@ from whet.learners.preference_from_config import make_preference_objective
 from whet.learners.sft import SFTLearner
 from whet.learners.step import ExampleStep
 from whet.models import attention as layouts
-from whet.models import fast_layers
+from whet.models import compiled, fast_layers
 from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.load import load_model
 from whet.models.varlen import VarlenRow
@@ -333,12 +334,25 @@ def update_case(family="qwen3", *, entropy=False, teacher=False, role="actor", l
 
 
 def varlen_case():
-    """An update whose attention is torch's varlen_attn, as where its comparison has passed."""
+    """An update with torch's varlen_attn, and with what is compiled, as where their comparisons have passed."""
     calls, attend = [], VarlenRow.attend
     layouts.varlen_unsupported_reason = lambda case: None
     VarlenRow.attend = lambda *args, **options: (calls.append(1), attend(*args, **options))[1]
-    line = update_case(attention="auto", checkpointing="selective")
+    ran, outputs = set(), {"gate_grads": 2, "gate_grads_and_product": 3}
+
+    def kernel(case):
+        def run(x, *rows):
+            ran.add((name := case.function.__name__, torch._C._current_graph_task_id() != -1))  # in a backward pass
+            made = tuple(torch.empty_like(x) for _ in range(outputs.get(name, 1)))
+            return made if len(made) > 1 else made[0]
+
+        return run
+
+    with mock.patch.multiple(compiled, MIN_ROWS=2, _kernel=kernel):
+        line = update_case(attention="auto", checkpointing="selective")
     assert calls, "another kernel ran"
+    again = {(name, backward) for name in ("gated", "rotated") for backward in (False, True)}
+    assert ran == {*again, ("gate_grads_and_product", True)}, ran
     return line
 
 

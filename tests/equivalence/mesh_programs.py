@@ -151,17 +151,23 @@ def peak(placement):
     return counted.peak
 
 
+def join(rank, size, folder):
+    """The processes, which meet at a file of the folder."""
+    from whet.parallel.ranks import ProcessRanks
+
+    meeting = f"file://{folder / 'meeting'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=TIMEOUT)
+    return ProcessRanks(dist.group.WORLD, TIMEOUT)
+
+
 def on_meshes(rank, size, folder, meshes, every):
     """The results on each mesh and its peak.
 
     Args: meshes: each is (context_parallel_size, data_parallel_replicate_size, tensor_parallel_size).
     """
     from whet.parallel.fsdp import FSDPPlacement
-    from whet.parallel.ranks import ProcessRanks
 
-    meeting = f"file://{folder / 'meeting'}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=TIMEOUT)
-    ranks = ProcessRanks(dist.group.WORLD, TIMEOUT)
+    ranks = join(rank, size, folder)
     for sizes in meshes:
         context, replicas, tensor = sizes
         mesh = make_mesh("cpu", size, *sizes)

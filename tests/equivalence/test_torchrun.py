@@ -392,10 +392,10 @@ def length(completions, mode, **_):
         {fault}
     return [float(sum(map(ord, text)) % 7) for text in completions]
 """
-MISSING = "rewards: the other ranks did not all arrive here: [Rank 0]: Ranks 1 failed to pass monitoredBarrier"
+MISSING = "rewards: the other ranks did not all arrive here: [Rank 0]: Ranks 1 failed to pass monitoredBarrier in 8000"
 FAULTS = {
     "raises": (1, "raise ValueError('judge broke')", "rewards: rank 1 of 2 failed: RewardError; its own output says"),
-    "exits": (1, "os._exit(3)", MISSING),
+    "exits": (1, "os._exit(3)", "rewards: rank 1 has ended; its output says why"),
     "sleeps": (1, "time.sleep(300)", MISSING),
     "forward": (1, "whet.models.forward.model_stats = None", "update: another process ended; its own message says why"),
     "save": (0, "whet.train.model_files.save_weights = None", "checkpoint\n"),

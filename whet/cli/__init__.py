@@ -59,6 +59,7 @@ def run_and_report(program: str, work: Callable[[], Any]) -> int:
             work()
         except KeyboardInterrupt as stop:
             _print_error(f"\n{stop}" if str(stop) else "\nstopped")
+            write_torchrun_error(str(stop) or "stopped by Ctrl-C (SIGINT)")
             return 130
         except Exception as error:
             if isinstance(error, BrokenPipeError) and has_no_reader(sys.stdout):
@@ -339,10 +340,8 @@ def _print_help(text: str) -> None:
 def _print_error(text: str, every_rank: bool = False) -> None:
     """Writes to stderr. A wrong configuration is printed by rank 0 only; other errors may be those of one rank."""
     own_rank = rank()
-    if own_rank == 0 or (every_rank and f"rank {own_rank} of" in text):
-        sys.stderr.write(text + "\n")
-    elif every_rank:
-        sys.stderr.write(f"[rank {own_rank}] {text}\n")
+    if own_rank == 0 or every_rank:
+        sys.stderr.write(f"[rank {own_rank}] {text}\n" if own_rank else f"{text}\n")
 
 
 if __name__ == "__main__":

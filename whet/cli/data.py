@@ -26,8 +26,6 @@ from whet.util.references import is_ref
 
 __all__ = ["check_inputs", "show_data"]
 
-WIDTH = 74
-"""Characters per line of a row's text."""
 MAX_STREAM_ROWS = 1000
 """The number of rows that are read from a stream."""
 TREATMENTS = {
@@ -84,7 +82,7 @@ def _show_prompts(
             prompt = encode(row, place)
             all_lengths.add(len(prompt.tokens) if prompt else 0)
             if prompt and mode is Mode.TRAIN and place < rows:
-                say("\n".join([*prompt_lines(encode, prompt, width=WIDTH), ""]))
+                say("\n".join([*prompt_lines(encode, prompt), ""]))
         _show_lengths(_name(mode, data), "prompts", encode.stats, say)
         if limit := config.rollout.max_prompt_length:
             _show_over(encode.stats, limit, "rollout.max_prompt_length", config.rollout.on_long_prompt, say)
@@ -114,7 +112,7 @@ def _show_examples(
                 continue
             trained += sum(int(s.mask.sum()) for s in example.sequences)
             if mode is Mode.TRAIN and place < rows:
-                say("\n".join([*example_lines(encode, example, row, width=WIDTH), ""]))
+                say("\n".join([*example_lines(encode, example, row), ""]))
         stats = encode.lengths.stats
         _show_lengths(_name(mode, data), "sequences", stats, say)
         say(f"  {trained} tokens are trained")

@@ -41,7 +41,8 @@ def doctor_text(memory: float | None = None) -> str:
         "bfloat16": _bfloat16(cuda),
         "C++ compiler": compiler,
         "C++ kernels": "run on the CPU" if isinstance(kernels, build.Library) else "off",
-        "Triton": "installed" if find_spec("triton") else "not installed; flex attention needs it on a GPU",
+        "Triton": f"{'' if find_spec('triton') else 'not '}installed; it compiles flex attention, gates and rotary "
+        "embeddings on a GPU",
         "rollout engine": f"embedded, {'on the GPU' if cuda else 'on the CPU'}",
         "rollout_engine=auto": f"embedded, since {reason}" if reason else "vllm",
         **{
@@ -129,5 +130,6 @@ def _product(device: str) -> str:
         start = time.perf_counter()
         float((x @ x)[0, 0])  # waits for the device
         seconds.append(time.perf_counter() - start)
-    speed = 2 * size**3 / min(seconds) / 1e12
-    return f"{speed:.2f} TFLOP/s ({size} x {size}, {str(dtype).removeprefix('torch.')}, measured)"
+    speed = 2 * size**3 / min(seconds)
+    text = f"{speed / 1e12:.1f} TFLOP/s" if speed >= 1e12 else f"{speed / 1e9:.1f} GFLOP/s"
+    return f"{text} ({size} x {size}, {str(dtype).removeprefix('torch.')}, measured)"

@@ -20,6 +20,7 @@ from whet.config import (
     PreferenceConfig,
     RewardModelConfig,
     RoleConfig,
+    RolloutConfig,
     RunConfig,
     SFTConfig,
     SupervisedRunConfig,
@@ -106,7 +107,9 @@ def _policy_checks(config: RunConfig, unread: Collection[str]) -> Iterator[Check
     for mode in Mode:
         rollout = config.rollout.for_mode(mode)
         if rollout.env_path is not None:
-            yield "rollout", partial(load_script, rollout.env_path, turns=rollout.max_turns)
+            sections = "rollout" if mode is Mode.EVAL else "reward rollout teacher"
+            needs_reward = mode is Mode.TRAIN and not config.reward_names and config.teacher is None
+            yield sections, partial(_check_environment, rollout, needs_reward)
         if rollout.agent is not None:
             yield "rollout", partial(load_agent, rollout.agent)
     for section in ("actor", "critic", "reference", "teacher", "reward_model"):
@@ -186,6 +189,16 @@ def _role_checks(section: str, role: RoleConfig | None, *, trained: bool) -> Ite
     if trained:
         yield "", partial(check_optimizer, role.optim)
         yield "", partial(check_schedule, role.optim)
+
+
+def _check_environment(rollout: RolloutConfig, needs_reward: bool) -> None:
+    """Raises ConfigError: env_path names no environment, or there is no reward."""
+    script = load_script(rollout.env_path, turns=rollout.max_turns)
+    if needs_reward and script.environment is not None and not script.environment.has_reward:
+        raise ConfigError(
+            f"no reward: environment {script.name} has neither get_reward() nor get_turn_reward(); write one of them, "
+            "or reward=file.py:function"
+        )
 
 
 def _check_watched(trainer: TrainingConfig, evaluates: bool) -> None:

@@ -36,7 +36,7 @@ COMMANDS = {
     "compare": "print the settings and metrics in which runs differ: whet compare RUN RUN [...]",
     "push": "upload a run's model to the Hugging Face hub: whet push RUN repo=NAME",
     "recipes": "list the recipes; whet recipes copy NAME copies one to this folder",
-    "docs": "list the pages of the documentation; whet docs NAME prints one",
+    "docs": "list the pages of the documentation; whet docs NAME prints one, or finds a word",
     "schema": "print the JSON schema of a YAML file, for editors: whet schema grpo",
     "completion": "print a shell completion script: whet completion bash, zsh or fish",
     "doctor": "check this machine: device, driver, engines, free memory, the largest model that fits",

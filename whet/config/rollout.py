@@ -319,9 +319,10 @@ class RolloutConfig:
         limits = [(name, value) for name in nested if (value := getattr(self, name)) is not None]
         for (inner, shorter), (outer, longer) in itertools.pairwise(limits):
             if shorter >= longer:
+                default = " (the default)" if shorter == type(self).__dataclass_fields__[inner].default else ""
                 raise ConfigError(
-                    f"{inner}={shorter} is not below {outer}={longer}, so it would never end a call; lower it, or "
-                    f"raise {outer}"
+                    f"{inner}={shorter}{default} is not below {outer}={longer}, so it would never end a call; set it "
+                    f"below {longer} too, or raise {outer}"
                 )
 
     @property

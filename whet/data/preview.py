@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["example_lines", "prompt_lines", "text_lines"]
 
-WIDTH = 46
-"""Characters per line: the 80 of a terminal without the time and the level of a log line."""
+WIDTH = 74
+"""Characters per line: the 80 of a terminal, less the mark before them."""
 MAX_LINES = 24
 """The most lines of a text."""
 
@@ -101,7 +101,7 @@ def example_lines(
 def text_lines(
     parts: Sequence[tuple[str, bool]], *, width: int = WIDTH, most: int = MAX_LINES, tokens: Collection[str] = ()
 ) -> list[str]:
-    r"""Returns lines of a text.
+    r"""Returns lines of a text. A longer line is broken behind a blank where it has one, and in a word otherwise.
 
     Args:
         parts: (text, whether it is trained).
@@ -111,20 +111,22 @@ def text_lines(
 
     >>> text_lines([("a\nb\t", False), ("c", True)])
     ['  | a\\n', '  | b\\t', '  + c']
-    >>> text_lines([("abc<end>", False)], width=6, tokens=["<end>"])
-    ['  | abc', '  | <end>']
+    >>> text_lines([("abc<end>", False), ("an answer", True)], width=6, tokens=["<end>"])
+    ['  | abc', '  | <end>', '  + an ', '  + answer']
     """
     special = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
     units = re.compile(f"{special}|." if special else ".", re.DOTALL)
     lines = []
     for text, trained in parts:
         for line in text.splitlines(keepends=True):
-            pieces = [""]
+            pieces, blank = [""], 0  # blank: the place behind the last blank of the last piece
             for unit in units.findall(line):
                 shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in unit)
-                if pieces[-1] and len(pieces[-1]) + len(shown) > width:
-                    pieces.append("")
+                if (piece := pieces[-1]) and len(piece) + len(shown) > width:
+                    end = blank if blank and len(piece) - blank + len(shown) <= width else len(piece)
+                    pieces[-1:], blank = [piece[:end], piece[end:]], 0
                 pieces[-1] += shown
+                blank = len(pieces[-1]) if unit == " " else blank
             lines += [f"  {'+' if trained else '|'} {piece}" for piece in pieces]
     if len(lines) <= most:
         return lines

@@ -163,17 +163,19 @@ class EnvironmentInstance:
             )
         source, columns = copy.deepcopy((prompt.source, dict(prompt.columns)))
 
-        def create() -> Any:
+        def create() -> None:
             self._instance = self.of.kind()
-            reset = getattr(self._instance, "reset", None)
-            if reset is None:
-                return None
+
+        def call_reset(reset: Callable[..., Any]) -> Any:
             if takes_row:
                 return reset(source, columns)
             offered = {"prompt": source, **columns}
             return reset(**select_keywords(reset, offered, {}, name=self.of.name, kind="reset of", extras=["prompt"]))
 
-        observation = yield self._call(create, "reset", phase="reset")
+        yield self._call(create, "__init__", phase="reset")
+        observation: Any = None
+        if (reset := getattr(self._instance, "reset", None)) is not None:
+            observation = yield self._call(lambda: call_reset(reset), "reset", phase="reset")
         methods = {name: getattr(self._instance, name) for name in self.of.method_names}
         self._tools = self.of.tools.with_functions({**self.of.tools.functions, **methods}, self._limits)
         return observation

@@ -46,8 +46,8 @@ name END, the marks that end a turn."""
 _NAME, _KEY, _VALUE, _TEXT = "tool_name_7f3a", "tool_key_51c0", "tool_value_c2d9", "said_e84b"
 """Words of the probes, which no template contains."""
 _NO_TOOLS = (
-    "The provided chat template does not support tool calling: of user, assistant with tool_calls, tool it leaves "
-    "something out; take the tokenizer of a model that calls tools, or set tokenizer.chat_template"
+    "The provided chat template does not support tool calling: it leaves out a part of the messages user, assistant "
+    "with tool_calls, tool; take the tokenizer of a model that calls tools, or set tokenizer.chat_template"
 )
 
 

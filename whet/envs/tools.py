@@ -188,7 +188,8 @@ def _schema(fn: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_json_schema(fn)
     except (DocstringParsingException, TypeHintParsingException, AttributeError, TypeError) as error:
-        raise ConfigError(f"the tool {fn!r} needs type hints and a docstring of Google's form: {error}") from error
+        name = getattr(fn, "__qualname__", repr(fn))
+        raise ConfigError(f"the tool {name} needs type hints and a docstring of Google's form: {error}") from error
 
 
 def _name(call: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from whet.cluster import RLCluster
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from whet.serve.agent_episodes import AgentEpisodes
 
 __all__ = ["load_environments", "longest_sequence", "make_agent_episodes", "make_episode_runner"]
+
+log = logging.getLogger("whet")
 
 
 def load_environments(cluster: RLCluster) -> dict[Mode, Script | None]:
@@ -34,6 +37,14 @@ def load_environments(cluster: RLCluster) -> dict[Mode, Script | None]:
         if script is not None and script.environment is not None:
             script.environment.check_lifetime(config.episode_timeout_s)
         scripts[mode] = script
+        if script is None or mode is not Mode.TRAIN or config.max_turns > 1:
+            continue
+        if script.interact if script.environment is None else script.environment.has_step:
+            log.info(
+                "rollout.max_turns=1: an episode is one turn, so the model reads no answer of the environment %s; "
+                "rollout.max_turns=4 gives it more turns",
+                script.name,
+            )
     return scripts
 
 

@@ -3,11 +3,12 @@
 Inside `FastLayers(module).enabled()` the layers have other forward functions, for forward and backward passes. The
 module and its parameters do not change. Each replacement is compared with the layer's own forward first.
 A gated MLP saves its two halves for the backward pass, which computes the activation and the product again, and a norm
-saves only its input. On a GPU that is so in half precision, with the bits of the module's own MLP. A norm is torch's
-there, one kernel in place of six, and a layer with LoRA is eight products, forward and backward, in place of twelve
-kernels: as in the engine's decode steps they round once where the module rounds twice or thrice. Rotary embeddings,
-which are no layers, are rotary.py's there. On a CPU, products in fp32 run in oneDNN where torch's default library is
-slow. On the meta device the layers are those of a GPU, without a comparison, so that a plan of memory can count them.
+saves only its input. On a GPU that is so in half precision, with the bits of the module's own MLP, but for a few where
+the gate is one kernel (compiled.py). A norm is torch's there, one kernel in place of six, and a layer with LoRA is
+eight products, forward and backward, in place of twelve kernels: as in the engine's decode steps they round once where
+the module rounds twice or thrice. Rotary embeddings, which are no layers, are rotary.py's there. On a CPU, products in
+fp32 run in oneDNN where torch's default library is slow. On the meta device the layers are those of a GPU, without a
+comparison, so that a plan of memory can count them.
 Dim legend: n rows, I in, O out, r rank, M width of the MLP.
 Left out on purpose: choosing a library by timing, because then a run would depend on the clock; and general products
 (matmul.py).
@@ -29,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from transformers.activations import SiLUActivation
 
 from whet.models import matmul
+from whet.models.compiled import gate_grads, gate_grads_and_product, gated, in_one_kernel
 from whet.models.lora_layers import is_adapter_layer, plain_linear, sole_adapter
 from whet.models.matmul import linear, onednn_unsupported_reason, row_chunks, weight_grad
 from whet.models.rotary import RotaryFunctions
@@ -199,7 +201,8 @@ class _GatedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, up = ctx.saved_tensors
-        d_gate, d_up, _ = _gate_grads(_rows(gate), _rows(up), _rows(grad).clone(), False)
+        g, u, rows = _rows(gate), _rows(up), _rows(grad)
+        d_gate, d_up, *_ = in_one_kernel(gate_grads, g, u, rows) or _gate_grads(g, u, rows.clone(), False)
         return d_gate.view_as(gate), d_up.view_as(up)
 
 
@@ -263,6 +266,8 @@ def _gate(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up, [n M]."""
     if kernels := _native(gate, up):
         return kernels.gated(gate, up)
+    if (product := in_one_kernel(gated, gate, up)) is not None:
+        return product
     inner = torch.empty_like(gate)
     for part in _cache_blocks(gate):
         torch.mul(F.silu(gate[part]), up[part], out=inner[part])
@@ -270,11 +275,13 @@ def _gate(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _gate_grads(gate: Tensor, up: Tensor, grad: Tensor, product: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of silu(gate) · up, and the product again if `product`. The gradient of up overwrites
+    """Returns the gradients of silu(gate) · up, and the product again if `product`. The gradient of up may overwrite
     `grad`.
     """
     if kernels := _native(gate, up, grad):
         return kernels.gated_grads(gate, up, grad, product=product)
+    if grads := in_one_kernel(gate_grads_and_product if product else gate_grads, gate, up, grad):
+        return grads if product else (*grads, None)
     inner, d_gate = torch.empty_like(gate) if product else None, torch.empty_like(grad)
     for part in _cache_blocks(gate):
         act = F.silu(gate[part])

@@ -24,7 +24,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 log = logging.getLogger("whet")
+T = TypeVar("T")
 
 BLOCK = 128
 """Tokens per block, torch's default."""
@@ -310,10 +311,10 @@ def _probe(case: FlexCase) -> str | None:
         return f"it does not compile: {format_exception(error, 200)}"
 
 
-def run_in_thread(device: torch.device, compare: Callable[[], str | None]) -> str | None:
+def run_in_thread(device: torch.device, compare: Callable[[], T]) -> T:
     """Runs a comparison in a new thread, where the hooks, modes and grad state of the calling layer are not set."""
 
-    def compare_on_device() -> str | None:
+    def compare_on_device() -> T:
         with on_device(device):  # a new thread starts on the first device
             return compare()
 

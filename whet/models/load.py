@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,18 @@ from whet.models.lora import (
     save_adapter,
 )
 from whet.models.lora_layers import Adapter
-from whet.models.model_capabilities import find_capabilities
-from whet.models.pretrained import PretrainedModule, adapter_folder, check_config, read_model, wrong_role_hint
+from whet.models.model_capabilities import ModelCapabilities, find_capabilities
+from whet.models.pretrained import (
+    PretrainedModule,
+    adapter_folder,
+    check_config,
+    log_whole,
+    read_model,
+    wrong_role_hint,
+)
 from whet.models.prompt_tuning import PromptAdapter, is_prompt_tuned
 from whet.models.quantized import quantization_config
+from whet.models.weight_files import check_finite, in_file, without_weights
 from whet.storage.model_paths import ADAPTER_CONFIG
 
 __all__ = ["DTYPES", "check_device", "load_model", "save_model"]
@@ -56,6 +64,7 @@ def load_model(
     dtype: str | torch.dtype = "float32",
     device: torch.device | str = "cpu",
     on_cpu: bool = False,
+    in_files: bool = False,
     role: str = "actor",
     attention: str = "auto",
     score_head: bool = False,
@@ -74,6 +83,7 @@ def load_model(
             because master weights in bf16 would lose every small update.
         device: the device of the model.
         on_cpu: leave the weights on the CPU; a placement moves them to the device.
+        in_files: leave them in their files if possible, for processes that each read a part (weight_files.py).
         role: actor; reference or teacher (no gradient); critic (its score head is new if the model has none); reward
             (the model must have a score head). A score head is that of a sequence classifier with one label.
         attention: the implementation of attention over packed rows: auto, flex or plain.
@@ -110,12 +120,22 @@ def load_model(
     if lora is not None and not isinstance(model, nn.Module):
         check_lora(str(model), lora, trust_remote_code)
     place = torch.device("cpu") if on_cpu else device
-    read = _prepare_module(model if saved is None else saved, dtype, role, quantization, place, trust_remote_code)
-    capabilities, name = find_capabilities(read.module, read.name), read.name
-    module = _add_heads(read.module, read.score_weight, role, name, score_head)
     if merge is None:
         merge = role in READ_ONLY_ROLES and quantization is None and dtype.itemsize >= 4
-    module = _apply_adapter(module, saved or lora, seed, merge and saved is not None)
+    merge = merge and saved is not None
+    read_module = partial(
+        _prepare_module, model if saved is None else saved, dtype, role, quantization, place, trust_remote_code
+    )
+    if in_files and merge:
+        log_whole(str(model), "its adapter is merged into them")
+    read = read_module(in_files=in_files and not merge)
+    capabilities, name = _find_capabilities(read), read.name
+    if capabilities is None:
+        log_whole(name, "they tell how it trains, since a small model of its class can't")
+        read = read_module(in_files=False)
+        capabilities = find_capabilities(read.module, name)
+    module = _add_heads(read.module, read.score_weight, role, name, score_head)
+    module = _apply_adapter(module, saved or lora, seed, merge)
     _set_attention(module, capabilities.unpackable_reasons, attention, name)
     if role in ("reference", "teacher"):
         module.requires_grad_(False)
@@ -130,6 +150,16 @@ def load_model(
         adapter=Adapter.from_module(module),
         saved_dtype=read.dtype,
     )
+
+
+def _find_capabilities(read: PretrainedModule) -> ModelCapabilities | None:
+    """Returns the capabilities of a module; None = only its weights tell them, and they are in files."""
+    if not any(map(in_file, read.module.parameters())):
+        return find_capabilities(read.module, read.name)
+    with suppress(Exception):  # a small model of its class may not run, and then this one does
+        found = find_capabilities(without_weights(read.module, read.module), read.name)
+        return None if found.unpackable_reasons else found
+    return None
 
 
 def _load_prompt_tuned(model: Any, device: torch.device | str, role: str) -> LoadedModel:
@@ -200,12 +230,22 @@ def _prepare_module(
     quantization: str | None,
     device: torch.device,
     trust_remote_code: bool,
+    *,
+    in_files: bool,
 ) -> PretrainedModule:
     """Returns the module, in train mode, without dropout and on its device; a folder or hub name is read first."""
     if quantization is not None and isinstance(model, nn.Module):
         raise ConfigError(f"{role}.quantization can't be applied to a module in memory; give a folder or a hub name")
     bits = None if quantization is None else quantization_config(quantization, device)
-    reader = partial(read_model, dtype=dtype, role=role, bits=bits, device=device, trust_remote_code=trust_remote_code)
+    reader = partial(
+        read_model,
+        dtype=dtype,
+        role=role,
+        bits=bits,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        in_files=in_files,
+    )
     if isinstance(model, SavedAdapter):
         read = _read_adapter_base(model, role, reader)
     elif not isinstance(model, nn.Module):
@@ -359,12 +399,7 @@ def _disable_dropout(module: nn.Module, name: str) -> None:
 
 
 def _check_finite(module: nn.Module, name: str) -> None:
-    """Raises ConfigError if a weight is NaN or infinite.
-
-    A norm reads a tensor once and is finite for almost all finite tensors; `isfinite` makes several copies of it.
-    """
+    """Raises ConfigError if a weight is NaN or infinite."""
     for key, p in module.named_parameters():
-        if p.is_meta or not p.is_floating_point() or torch.linalg.vector_norm(p.detach()).isfinite():
-            continue
-        if not p.isfinite().all():
-            raise ConfigError(f"{name} has NaN or infinite numbers in {key}; copy or download its weights again")
+        if not p.is_meta and not in_file(p) and p.is_floating_point():
+            check_finite(p.detach(), name, key)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -32,9 +31,17 @@ from whet.errors import ConfigError, format_exception, nearest
 from whet.models.causality_check import check_causal
 from whet.models.config_sizes import MISSING_IS_NONE, read_config
 from whet.models.heads import has_score_head
+from whet.models.weight_files import (
+    StoredTensor,
+    WeightsNeeded,
+    in_file,
+    leave_in_files,
+    read_tensor,
+    stored_tensors,
+)
 from whet.storage.model_paths import check_hub, list_folders, model_folder, resolved_path_message
 
-__all__ = ["PretrainedModule", "check_config", "meta_model", "read_model", "wrong_role_hint"]
+__all__ = ["PretrainedModule", "check_config", "log_whole", "meta_model", "read_model", "wrong_role_hint"]
 
 logger = logging.getLogger("whet")
 
@@ -64,7 +71,7 @@ class PretrainedModule(NamedTuple):
     """A module that was read from a folder or a hub name."""
 
     module: PreTrainedModel
-    """On the CPU, unless its weights are in 4 bits."""
+    """On the CPU, unless its weights are in 4 bits. Parameters may have no values yet; see in_file."""
     score_weight: Tensor | None
     """[1 D], a saved score head for which the module's class has no place; None = there is none."""
     dtype: torch.dtype
@@ -81,6 +88,7 @@ def read_model(
     bits: Any = None,
     device: torch.device | None = None,
     trust_remote_code: bool = False,
+    in_files: bool = False,
 ) -> PretrainedModule:
     """Reads the module of a folder or hub name, and a score head that its class has no place for.
 
@@ -91,6 +99,7 @@ def read_model(
         bits: transformers' configuration of 4-bit weights; None = the weights are not quantised.
         device: the device of 4-bit weights.
         trust_remote_code: run the Python files in the model's folder.
+        in_files: leave the weights in their files if possible (weight_files.py), and log it otherwise.
     Raises: ConfigError: there is no model, a weight is missing, or a weight has no place in the model.
     """
     name, path = path, model_folder(path)
@@ -113,7 +122,8 @@ def read_model(
             "a hub name" + nearest(path, [name for name in list_folders() if name != path])
         ) from error
     check_config(config, path)
-    _check_stored_dtypes(path, config)
+    stored = _read_headers(path)
+    _check_stored_dtypes(path, config, stored)
     saved_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     replaced = "whet_value_head" in vars(config)  # a critic of a family without a classifier
     scores = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
@@ -123,11 +133,16 @@ def read_model(
         )
     if replaced:
         del config.whet_value_head  # pyright: ignore[reportAttributeAccessIssue]
-    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     extra: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if bits is not None:
         extra |= {"quantization_config": bits, "device_map": {"": device}}
-    module, info = _load_weights(path, config, dtype, kind, extra)
+    read = None
+    if in_files:
+        try:
+            read = leave_in_files(path, stored, config, dtype, scores=scores)
+        except WeightsNeeded as reason:
+            log_whole(name, reason)
+    module, info = read or _load_weights(path, config, dtype, scores, extra)
     shared = not scores and "whet_shared_score_head" in vars(config)
     head = None
     if replaced:
@@ -137,7 +152,7 @@ def read_model(
         head = "score.weight"
     _check_weights(module, info, path, head)
     embeddings: Any = module.get_input_embeddings()
-    score_weight = None if head is None else _read_score_head(path, head, embeddings.weight.shape[1])
+    score_weight = None if head is None else _read_score_head(path, head, embeddings.weight.shape[1], stored)
     return PretrainedModule(module, score_weight, saved_dtype, name)
 
 
@@ -214,34 +229,38 @@ def _check_files(path: str) -> None:
                 raise ConfigError(f"{file} has {key} {layers}, and a model has at most {MAX_LAYERS}; copy it again")
 
 
-def _check_stored_dtypes(path: str, config: PretrainedConfig) -> None:
+def _read_headers(path: str) -> dict[str, StoredTensor]:
+    """Returns what is stored in safetensors files; empty = nothing, or a file or the index is broken."""
+    try:
+        return stored_tensors(path)
+    except Exception as error:  # loading reports it
+        logger.debug("the header of the weights of %s can't be read: %s", path, format_exception(error))
+        return {}
+
+
+def log_whole(name: str, reason: object) -> None:
+    """Logs why several processes load a model by rank 0. Args: name: of the model. reason: about its weights."""
+    logger.info("rank 0 reads all weights of %s, and sends them: %s", name, reason)
+
+
+def _check_stored_dtypes(path: str, config: PretrainedConfig, stored: Mapping[str, StoredTensor]) -> None:
     """Refuses weights in 8 bits or fewer without a quantization_config: they would be read without their scales."""
     if getattr(config, "quantization_config", None) is not None:
         return
-    file = "model.safetensors"
-    index = cached_file(path, f"{file}.index.json", **MISSING_IS_NONE)
-    try:
-        names = {file} if index is None else set(json.loads(Path(index).read_bytes())["weight_map"].values())
-        for weights in filter(None, (cached_file(path, name, **MISSING_IS_NONE) for name in sorted(names))):
-            with safe_open(weights, "pt") as f:
-                dtypes = {key: f.get_slice(key).get_dtype() for key in f.keys()}  # noqa: SIM118
-            for key, dtype in dtypes.items():
-                if dtype.startswith(("I8", "U8", "F8", "F4")) and not CONSTANTS.search(key):
-                    raise ConfigError(
-                        f"{path!r} stores {key} as {dtype}, and its config.json has no quantization_config, so the "
-                        "scales are unknown; use the model from before it was quantised (bf16 or fp32): "
-                        "actor.quantization=nf4 then keeps it in 4 bits"
-                    )
-    except ConfigError:
-        raise
-    except Exception as error:  # a broken file or index; loading reports it
-        logger.debug("the header of the weights of %s can't be read: %s", path, format_exception(error))
+    for key, tensor in stored.items():
+        if tensor.dtype.startswith(("I8", "U8", "F8", "F4")) and not CONSTANTS.search(key):
+            raise ConfigError(
+                f"{path!r} stores {key} as {tensor.dtype}, and its config.json has no quantization_config, so the "
+                "scales are unknown; use the model from before it was quantised (bf16 or fp32): "
+                "actor.quantization=nf4 then keeps it in 4 bits"
+            )
 
 
 def _load_weights(
-    path: str, config: PretrainedConfig, dtype: torch.dtype, kind: Any, extra: Mapping[str, Any]
+    path: str, config: PretrainedConfig, dtype: torch.dtype, scores: bool, extra: Mapping[str, Any]
 ) -> tuple[PreTrainedModel, Mapping[str, Iterable[Any]]]:
     """Returns the module with its weights, and transformers' report on their names."""
+    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     try:
         return kind.from_pretrained(
             path,
@@ -281,7 +300,7 @@ def _check_weights(module: PreTrainedModel, info: Mapping[str, Iterable[Any]], p
             f"can't load {path!r} as a causal language model: {_join_names(sorted(mismatched))}; its weights must be "
             "complete and have the shapes of its config.json"
         )
-    if (missing or dropped) and not has_score_head(module):
+    if (missing or dropped) and not has_score_head(module) and not any(map(in_file, module.parameters())):
         check_causal(module, path)  # for an encoder, this error is clearer than the names of missing heads
     if missing:
         raise ConfigError(
@@ -301,21 +320,9 @@ def _join_names(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMES_SHOWN]) + (" ..." if len(names) > MAX_NAMES_SHOWN else "")
 
 
-def _read_score_head(path: str, name: str, width: int) -> Tensor:
+def _read_score_head(path: str, name: str, width: int, stored: Mapping[str, StoredTensor]) -> Tensor:
     """Returns the [1 D] score head of a saved critic. Args: name: its tensor's name. width: D."""
-    file = "model.safetensors"
-    index = cached_file(path, f"{file}.index.json", _raise_exceptions_for_missing_entries=False)
-    tensors: dict[str, Tensor] = {}
-    try:
-        files = {file} if index is None else set(json.loads(Path(index).read_bytes())["weight_map"].values())
-        for file in sorted(files):
-            with safe_open(cached_file(path, file), "pt") as f:
-                keys = [key for key in f.keys() if f.get_slice(key).get_shape() == [1, width]]  # noqa: SIM118
-                tensors |= {key: f.get_tensor(key) for key in keys}
-    except Exception as error:  # of safetensors, of json, OSError, or a wrong index
-        raise ConfigError(
-            f"can't read the score head of {path!r}: {format_exception(error)}; save the critic again"
-        ) from error
-    if name not in tensors and len(tensors) != 1:  # transformers saves some heads under an older name
+    keys = [key for key, tensor in stored.items() if tensor.shape == (1, width)]
+    if name not in keys and len(keys) != 1:  # transformers saves some heads under an older name
         raise ConfigError(f"{path!r} has no score head {name} of shape [1, {width}]; save the critic again")
-    return tensors[name] if name in tensors else next(iter(tensors.values()))
+    return read_tensor(name if name in keys else keys[0], stored)

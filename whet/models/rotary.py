@@ -1,10 +1,11 @@
-"""Rotary embeddings in training on a GPU: three kernels a tensor forward and three backward, in place of five and nine.
+"""Rotary embeddings in training on a GPU: one kernel a tensor forward and one backward, in place of five and nine.
 
     y = x cos + h(x) sin, where h(x) = [-x₂, x₁] of the halves of x;  as here, y = x cos + r(x) s,
     where r(x) = [x₂, x₁] and s = [-sin₁, sin₂];                      ∂/∂x = g cos + r(g s) = g cos + r(g) r(s)
 
 transformers has a function for it in each model's file, which `RotaryFunctions.enabled` replaces for a while. It has
 the formula of the engine's decode steps, with one rounding less than that function, so sampler and trainer round alike.
+Where it can't be compiled (compiled.py), it takes three kernels each way.
 Dim legend: B rows, H heads, T tokens, D head size.
 Left out on purpose: rotary embeddings of a part of a head, and of neighbouring numbers: their own functions run.
 """
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from whet.models.compiled import in_one_kernel, rotated
 
 __all__ = ["RotaryFunctions", "rotate"]
 
@@ -62,13 +65,23 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, signed: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(cos, back)
-        return (x * cos).addcmul_(_swapped(x), signed)
+        return _rotated(x, cos, signed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         cos, back = ctx.saved_tensors
-        return (grad * cos).addcmul_(_swapped(grad), back), None, None, None
+        return _rotated(grad, cos, back), None, None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
+    """Returns x cos + r(x) s, of [B H T D] and [B 1 T D]."""
+    rows = x.transpose(1, 2)  # as models have them in memory
+    if rows.is_contiguous() and len(cos) == len(x):
+        y = in_one_kernel(rotated, rows.flatten(0, 1), cos.flatten(0, 2), signed.flatten(0, 2))
+        if y is not None:
+            return y.view_as(rows).transpose(1, 2)
+    return (x * cos).addcmul_(_swapped(x), signed)
 
 
 def _swapped(x: Tensor) -> Tensor:

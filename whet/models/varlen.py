@@ -81,7 +81,7 @@ class VarlenRow:
         Returns: [1 H T D].
         """
         assert all(x is None for x in unsupported.values())
-        queries, keys, values = (x[0].transpose(0, 1) for x in (q, k, v))  # [T heads D]
+        queries, keys, values = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))  # [T heads D]
         if self.keys is not None:
             keys, values = (_Gather.apply(x, self.keys) for x in (keys, values))
         ends = self.query_ends, self.key_ends

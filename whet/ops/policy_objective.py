@@ -73,7 +73,14 @@ class PolicyObjective:
 
     def __call__(self, x: LossInputs) -> LossOutput:
         """Returns the loss and the metrics of every token."""
-        result = self.surrogate(x)
+        try:
+            result = self.surrogate(x)
+        except TypeError as error:
+            if x.old_logprobs is None:
+                error.add_note(
+                    "x.old_logprobs is None where a single update follows each rollout: take x.logprobs.detach() there"
+                )
+            raise
         policy, metrics = result if isinstance(result, tuple) else (result, {})
         policy = _per_token("the policy loss", policy, x)
         kept = x.mask

@@ -21,9 +21,9 @@
 
     checkpoints, exports      every rank gathers each tensor in turn, and rank 0 writes it
 
-A model that only rank 0 has read (parallel/loading.py) is sent and sharded layer by layer.
+A model without weights (parallel/loading.py) is read from its files or sent by rank 0, and sharded, layer by layer.
 
-Experimental. Left out on purpose: models that rank 0 can't hold whole.
+Experimental.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ from torch.distributed.tensor import DTensor
 
 from whet.errors import ConfigError
 from whet.models.fast_layers import FastLayers
+from whet.models.weight_files import without_weights
 from whet.packing.micro_batch import MicroBatch
 from whet.parallel.context import gather_stats, take_share
-from whet.parallel.loading import receive, without_weights
+from whet.parallel.loading import receive
 from whet.parallel.mesh import ProcessMesh
 from whet.parallel.placement import Phase, Placement
 from whet.parallel.ranks import Ranks
@@ -119,13 +120,13 @@ class FSDPPlacement(Placement):
         if self.offloads:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         self._skeleton = without_weights(module, module)  # since fully_shard changes the classes of the modules
-        only_on_writer = any(self.ranks.all_gather(next(module.parameters()).is_meta))
+        without_values = any(self.ranks.all_gather(next(module.parameters()).is_meta))
         backbone: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
         names = {part: name for name, part in module.named_modules()}
         for part in (*backbone.layers, module):
-            if only_on_writer:
+            if without_values:
                 whole = (p for p in part.parameters() if not isinstance(p, DTensor))  # layers are sharded by then
-                receive(whole, self.device)
+                receive(whole, self.device, self.ranks, self.mesh.row_share)
             if self.mesh.tensor is not None and part is module:
                 divide_vocabulary(module, self.mesh.tensor)
             elif self.mesh.tensor is not None:

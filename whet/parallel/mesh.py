@@ -49,6 +49,14 @@ class ProcessMesh:
         return self.fsdp.size(-1) * self.tensor_size
 
     @property
+    def row_share(self) -> tuple[int, int]:
+        """Which part of a whole parameter's rows this rank keeps, counted from 0, and of how many parts."""
+        coordinate = self.fsdp.get_coordinate()
+        if self.tensor is not None or coordinate is None:
+            return 0, 1
+        return coordinate[-1], self.fsdp.size(-1)
+
+    @property
     def context_size(self) -> int:
         """The number of ranks that divide the tokens of a pass."""
         return self.context_group.size()

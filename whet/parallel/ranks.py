@@ -13,6 +13,7 @@ out on purpose: tensors, which a placement moves.
 from __future__ import annotations
 
 import datetime
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -40,6 +41,20 @@ def is_connection_lost(error: BaseException) -> bool:
     """
     text = str(error)
     return isinstance(error, RuntimeError) and "gloo" in text and ("by peer" in text or "Broken pipe" in text)
+
+
+def _missing_ranks(error: str, waited: bool) -> str:
+    """Returns what an error of gloo's barrier means. Args: waited: the time for the others has passed.
+
+    >>> _missing_ranks("[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 1800000 ms", waited=False)
+    'rank 1 has ended; its output says why, or its exit code where a signal has ended it'
+    """
+    found = re.search(r"Ranks ([\d, ]*\d) failed to pass|from rank (\d+)", error)
+    if found is not None and not waited:
+        who = f"rank {found[1] or found[2]} has ended"
+        return f"{who}; its output says why, or its exit code where a signal has ended it"
+    reason, fix = error.splitlines()[0][:300].rstrip(". "), ", or raise trainer.collective_timeout_s" if waited else ""
+    return f"the other ranks did not all arrive here: {reason}; the output of the missing ranks says why{fix}"
 
 
 class Ranks:
@@ -205,11 +220,7 @@ class ProcessRanks(Ranks):
             dist.monitored_barrier(self.group, self.timeout, wait_all_ranks=True)  # names the missing ranks
             dist.all_gather_object(values, value, group=self.group)
         except RuntimeError as error:
-            reason = str(error).splitlines()[0][:300].rstrip(". ")
             waited = time.monotonic() - start >= self.timeout.total_seconds()
-            raise OtherRankError(
-                f"{self.describe()}{'' if self.phase() or not self.step else ', between phases'}: the other ranks did "
-                f"not all arrive here: {reason}; the output of the missing ranks says why"
-                + (", or raise trainer.collective_timeout_s" if waited else "")
-            ) from error
+            where = f"{self.describe()}{'' if self.phase() or not self.step else ', between phases'}"
+            raise OtherRankError(f"{where}: {_missing_ranks(str(error), waited)}") from error
         return values

@@ -29,7 +29,7 @@ from whet.observe.loggers import check_loggers
 from whet.observe.trace import Trace
 from whet.ops import LogitsProcessors
 from whet.packing.plan_cache import PlanCache
-from whet.parallel.loading import load_on_writer
+from whet.parallel.loading import load_sharded
 from whet.parallel.placement import Placement
 from whet.parallel.processes import join_processes
 from whet.parallel.ranks import Ranks
@@ -158,7 +158,7 @@ class RoleWorkers:
         )
         if source.trust_remote_code:  # the others can't receive modules whose code they have not imported
             return load()
-        return load_on_writer(self.ranks, load) if several else load()
+        return load_sharded(self.ranks, load) if several else load()
 
     def _dtype_read(self, role: Role, source: RoleConfig, *, is_frozen: bool) -> str:
         """Returns the dtype in which a model's weights are read. Trained ones are read in fp32 and become the masters;

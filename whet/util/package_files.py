@@ -8,7 +8,7 @@ from pathlib import Path
 from whet.errors import ConfigError, lookup_error
 from whet.util import install
 
-__all__ = ["copy_recipe", "list_pages", "list_recipes", "read_page", "recipe_path"]
+__all__ = ["copy_recipe", "find_in_pages", "list_pages", "list_recipes", "read_page", "recipe_path"]
 
 
 def list_recipes() -> dict[str, str]:
@@ -73,6 +73,25 @@ def read_page(name: str) -> str:
     if not path.is_file():
         raise lookup_error("page", name, list_pages())
     return path.read_text()
+
+
+def find_in_pages(word: str) -> dict[str, str]:
+    """Returns the pages that have a word, in any case: name -> the headings of the parts that have it.
+
+    >>> find_in_pages("ulysses")["scaling"]
+    'Long sequences'
+    """
+    whole = re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", re.IGNORECASE)
+    found: dict[str, dict[str, None]] = {}
+    for name in list_pages():
+        heading, in_code = "", False
+        for line in read_page(name).splitlines():
+            in_code ^= line.startswith("```")
+            if not in_code and re.match("#+ ", line):
+                heading = line.lstrip("# ")
+            if whole.search(line):
+                found.setdefault(name, {})[heading] = None
+    return {name: "; ".join(headings) for name, headings in found.items()}
 
 
 def _folder(name: str) -> Path:

@@ -174,9 +174,12 @@ def test_errors_of_whet_are_messages_and_bugs_are_tracebacks(called, monkeypatch
         main(["grpo", *WHOLE])
 
 
-def test_ctrl_c_is_status_130(called, monkeypatch, capsys):
+def test_ctrl_c_is_status_130(called, monkeypatch, capsys, tmp_path):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))  # torchrun would name a process that only waited
     failing(monkeypatch, KeyboardInterrupt())
     assert main(["grpo", *WHOLE]) == 130 and "Traceback" not in capsys.readouterr().err
+    assert "stopped by Ctrl-C" in file.read_text()
 
 
 def test_only_rank_0_speaks_but_any_rank_can_name_an_error_of_its_own(called, monkeypatch, capsys):

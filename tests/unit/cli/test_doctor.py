@@ -10,7 +10,7 @@ def test_the_doctor_says_what_runs_on_a_machine_without_a_gpu(capsys, monkeypatc
     assert main(["doctor"]) == 0
     lines = dict(line.removeprefix("- ").split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert lines["device"].startswith("no GPU") and lines["free memory"].startswith("no GPU; whet plan")
-    assert "TFLOP/s" in lines["matrix product"] and lines["rollout engine"] == "embedded, on the CPU"
+    assert "FLOP/s (1024 x 1024" in lines["matrix product"] and lines["rollout engine"] == "embedded, on the CPU"
     assert lines["rollout_engine=auto"] == "embedded, since the policy is not on a GPU"
     assert {"driver", "torch", "bfloat16", "C++ compiler", "vllm", "sglang"} <= set(lines)
 

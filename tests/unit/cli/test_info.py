@@ -61,6 +61,8 @@ def test_pages_are_printed_by_name(capsys):
     assert '```python title="agent.py"' in printed and "skip" not in printed
     for name in ("lora", "docs/lora.md"):
         assert main(["docs", name]) == 0 and capsys.readouterr().out.startswith("# LoRA")
+    assert main(["docs", "gpu_memory_utilization"]) == 0
+    assert re.search(r"(?m)^from-verl +Rollout$", capsys.readouterr().out)
     assert main(["docs", "lorra"]) == 2 and "did you mean lora?" in capsys.readouterr().err
     assert main(["docs", "a", "b"]) == 2 and "expected whet docs [NAME]" in capsys.readouterr().err
 

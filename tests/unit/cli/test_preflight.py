@@ -131,6 +131,14 @@ def test_a_folder_that_holds_a_run_and_a_checkpoint_that_is_none_are_found_befor
     assert said == [f"trainer.run_dir={below}", f"trainer.checkpoint_root_directory={below}"]
 
 
+def test_an_environment_without_a_reward_is_found_before_too(unloaded, tmp_path, model_folder):
+    (tmp_path / "env.py").write_text("class World:\n    def step(self, message): ...")
+    words = [f"model={model_folder}", f"data={tmp_path}", f"rollout.env_path={tmp_path}/env.py:World"]
+    with pytest.raises(ConfigError, match=r"no reward: environment World has neither get_reward\(\) nor"):
+        check_run(load_run(words))
+    check_run(load_run([*words, "reward=exact_match"]))
+
+
 def test_from_python_a_cluster_and_a_learner_check_theirs(unloaded, monkeypatch):
     training = RLTrainingConfig(loggers=["wanb"], actor_optimizer=OptimConfig(name="adm"))
     with pytest.raises(ConfigError) as error:

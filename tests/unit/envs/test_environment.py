@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from whet.envs.environment import ENVIRONMENT_REWARD
 from whet.envs.failures import EpisodeFailures
 from whet.envs.tool_calls import ToolTemplate
 from whet.errors import ConfigError, DataError, RewardError
+from whet.learners.episodes import load_environments
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
 
@@ -238,6 +240,9 @@ def test_an_instance_is_closed_whatever_happens():
 class Broken(Guess):
     where = "step"
 
+    def __init__(self):
+        assert self.where != "init", "no board"
+
     def reset(self, **row):
         super().reset.__doc__
         assert self.where != "reset", "no game today"
@@ -268,6 +273,7 @@ def test_reset_receives_the_columns_that_it_names():
 @pytest.mark.parametrize(
     ("where", "words", "turns"),
     [
+        ("init", "__init__ of Broken raised AssertionError: no board", 0),
         ("reset", "reset of Broken raised AssertionError: no game today", 0),
         ("step", "step of Broken raised ZeroDivisionError", 1),
         ("form", "step of Broken returned 5; return a text or a list of messages", 1),
@@ -289,7 +295,7 @@ def test_a_method_that_fails_ends_the_run_or_its_own_episode(where, words, turns
     [
         ("class World:\n    def __init__(self, size): ...", "World", "missing a required argument: 'size'; give the"),
         ("class World:\n    def reset(self): ...", "World", "has neither tools (public methods) nor step(message)"),
-        ("class World:\n    def jump(self): ...", "World", "needs type hints and a docstring"),
+        ("class World:\n    def jump(self): ...", "World", "the tool World.jump needs type hints and a docstring"),
         ("def world(): ...", "world", "not a class; name a class, or the file alone"),
         ("class World: ...", "word", "has no 'word'; did you mean World?"),
     ],
@@ -299,6 +305,14 @@ def test_a_class_that_is_no_environment_is_refused(text, path, words, tmp_path):
     with pytest.raises(ConfigError) as told:
         load_script(f"{tmp_path}/env.py:{path}", turns=2)
     assert words in str(told.value)
+
+
+@pytest.mark.parametrize(("source", "turns", "told"), [(Guess, 1, 1), (Guess, 2, 0), (lambda messages: [], 1, 1)])
+def test_an_environment_whose_answers_nobody_reads_is_told(source, turns, told, caplog):
+    config = RolloutConfig(env_path=source, max_turns=turns)
+    with caplog.at_level("INFO", logger="whet"):
+        load_environments(SimpleNamespace(rollout_for=lambda mode: config))
+    assert caplog.text.count("rollout.max_turns=1: an episode is one turn, so the model reads no answer") == told
 
 
 def test_what_does_not_fit_a_class_is_refused(tmp_path):

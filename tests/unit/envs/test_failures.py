@@ -298,7 +298,11 @@ def test_a_run_ends_above_the_share_and_keeps_its_finished_steps(world, tmp_path
     [
         ({"tool_timeout_s": 60.0}, "tool_timeout_s=60.0 is not below turn_timeout_s=60.0"),
         ({"turn_timeout_s": 700.0, "episode_timeout_s": 600.0}, "turn_timeout_s=700.0 is not below episode_timeout_s"),
-        ({"turn_timeout_s": None, "episode_timeout_s": 20.0}, "tool_timeout_s=30.0 is not below episode_timeout_s=20"),
+        (
+            {"turn_timeout_s": 3.0},
+            "tool_timeout_s=30.0 (the default) is not below turn_timeout_s=3.0, so it would never",
+        ),
+        ({"turn_timeout_s": None, "episode_timeout_s": 20.0}, "(the default) is not below episode_timeout_s=20.0"),
         ({"turn_timeout_s": 0.0}, "turn_timeout_s must be positive"),
         ({"max_failed_share": 1.5}, "max_failed_share must lie in [0, 1], got 1.5"),
         ({"eval": {"max_retries": 3}}, "eval.max_retries belongs to the whole run"),

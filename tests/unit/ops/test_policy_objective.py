@@ -1,5 +1,6 @@
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,6 +113,12 @@ def test_a_piece_of_another_shape_is_refused(piece):
     pieces = {"surrogate": total} if piece == "surrogate" else {piece: (total,) if piece == "factors" else total}
     with pytest.raises(DataError, match=r"has the shape \[\]; it must have one number for each of the 40 tokens"):
         PolicyObjective(**pieces)(x)
+
+
+def test_a_surrogate_without_old_logprobs_is_told_what_to_take():
+    with pytest.raises(TypeError) as told:
+        PolicyObjective(surrogate=lambda x: x.logprobs - x.old_logprobs)(replace(batch(), old_logprobs=None))
+    assert "take x.logprobs.detach() there" in told.value.__notes__[0]
 
 
 def test_an_entropy_bonus_needs_the_entropy():

@@ -299,6 +299,9 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
     ("given", "kind", "message"),
     [
         ({"reward": []}, ConfigError, "No reward source provided: reward_funcs is empty"),
+        ({"reward": 5}, ConfigError, "reward_funcs must be a function, the name of .*, got 5"),
+        ({"model": 5}, ConfigError, "model must be a module, or a folder or hub name as str, got 5"),
+        ({"callbacks": 5}, ConfigError, "callbacks must be a list, got 5"),
         (
             {"reward_weights": [1.0, 2.0]},
             ConfigError,
@@ -439,7 +442,7 @@ def test_nothing_to_resume_is_a_value_error_and_an_object_has_the_name_that_it_g
 
     made = trainer(tmp_path, Judge())
     assert made.reward_func_names == ["mine"]
-    for asked in (True, str(tmp_path / "none")):
+    for asked in (True, str(tmp_path / "none"), 5):
         with pytest.raises(ValueError, match="heckpoint"):
             made.train(resume_from_checkpoint=asked)
 

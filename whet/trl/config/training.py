@@ -12,7 +12,7 @@ _RANK_0 = "of several processes the first logs and saves"
 _ROWS = "rows are read in this process when they are needed, without workers"
 _HUB = "checkpoints are not pushed; save_model() and push_to_hub() push one commit"
 _ROLLOUT = "an event between two updates of a rollout waits for the end of the rollout"
-_NO_COMPILE = "nothing is compiled; a CPU runs whet's kernels, a GPU the module's forward"
+_NO_COMPILE = "no model is compiled as a whole; whet chooses the kernels of its layers"
 
 OWN_FIELDS: Table = {
     "max_tokens_per_microbatch": Field(

@@ -19,7 +19,7 @@ import numpy as np
 from torch import nn
 
 from whet.data.tokenizer import load_tokenizer
-from whet.errors import ConfigError
+from whet.errors import ConfigError, format_value
 from whet.models.load import load_model
 from whet.parallel.ranks import Ranks
 from whet.rewards.call import CallResults, RewardInputs
@@ -152,6 +152,11 @@ def make_reward_functions(
     """
     if callable(reward_funcs) or isinstance(reward_funcs, str):
         reward_funcs = [reward_funcs]
+    if not isinstance(reward_funcs, Iterable | None):
+        raise ConfigError(
+            "reward_funcs must be a function, the name of a reward model, or a list of them, got "
+            f"{format_value(reward_funcs, 80)}"
+        )
     fns = list(reward_funcs or ())
     if not fns and not environment_rewards:
         raise ConfigError(

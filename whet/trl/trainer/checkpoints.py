@@ -12,13 +12,14 @@ output_dir; as in transformers, a run replaces the checkpoints of the steps that
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from whet.errors import CheckpointError
+from whet.errors import CheckpointError, format_value
 from whet.storage.checkpoint import read_run_id, remove_checkpoint, write_folder_atomic, write_with_checksums
 from whet.storage.files import is_temporary, remove_path
 from whet.storage.folder_lock import FolderLock
@@ -146,6 +147,11 @@ def find_checkpoint(output_dir: str, requested: str | Literal[True]) -> Path:
         if not folders:
             raise NoCheckpoint(f"No valid checkpoint found in output directory ({output_dir}); train without resume")
         requested = str(folders[-1])
+    if not isinstance(requested, str | os.PathLike):
+        raise NoCheckpoint(
+            "resume_from_checkpoint must be a checkpoint-* folder of output_dir, or True for the newest, got "
+            f"{format_value(requested, 80)}"
+        )
     folder = Path(requested)
     _check_resumable(folder)
     return folder

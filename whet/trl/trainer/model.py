@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from whet.config import LoraConfig, RoleConfig
-from whet.errors import ConfigError
+from whet.errors import ConfigError, format_value
 from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.heads import add_score_head, score_layer
 from whet.models.load import load_model
@@ -199,7 +199,9 @@ def unwrap_peft(model: Any) -> Any:
 
 
 def model_name(model: Any) -> str:
-    """Returns the hub name or folder of a model, or its class if it has neither."""
+    """Returns the hub name or folder of a model, or its class if it has neither. Raises ConfigError: it is no model."""
+    if not isinstance(model, str | nn.Module):
+        raise ConfigError(f"model must be a module, or a folder or hub name as str, got {format_value(model, 80)}")
     return str(model if isinstance(model, str) else model.name_or_path or type(model).__name__)
 
 

@@ -36,7 +36,7 @@ from transformers.utils import logging as transformers_logging
 
 from whet.config import OptimConfig, Role
 from whet.data.tokenizer import load_tokenizer
-from whet.errors import ConfigError, lookup_error
+from whet.errors import ConfigError, format_value, lookup_error
 from whet.hub.push import check_hub_token
 from whet.learners.step import BaseStep
 from whet.train.role_checkpoints import Checkpoints
@@ -141,6 +141,8 @@ class Trainer(HubMixin):
         if args.log_level != "passive" or not args.should_log:
             log.setLevel(args.get_process_log_level())
             transformers_logging.set_verbosity(args.get_process_log_level())
+        if not isinstance(callbacks, list | tuple | None):
+            raise ConfigError(f"callbacks must be a list, got {format_value(callbacks, 80)}")
         loggers = [] if not args.report_to else _reporting_callbacks(args.report_to)
         self.callback_handler = CallbackHandler(
             [DefaultFlowCallback, *loggers, *(callbacks or ())], None, self.processing_class, None, None
