@@ -12,7 +12,14 @@ from whet._version import __version__ as __version__
 from whet.util.lazy_names import lazy_names
 from whet.util.log_lines import DefaultHandler
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+_TRL = ("DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer")
+_MISSING = {
+    "LLM": "Sampler generates text: Sampler(model)(prompts, max_tokens=64, temperature=0.7)",
+    "PPOTrainer": "PPOLearner trains by PPO, and so does the command whet ppo",
+    "SamplingParams": "they are arguments of a call: Sampler(model)(prompts, max_tokens=64, temperature=0.7)",
+    **{name: f"from whet.trl import {name} (whet docs trl-start)" for name in _TRL},
+}
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__, _MISSING)
 
 
 def _warn_of_the_other() -> None:

@@ -480,7 +480,9 @@ def test_ranks_with_other_data_or_settings_are_told_before_they_compute(folders)
     (folder / "rank-1").mkdir()
     (folder / "rank-1/model").symlink_to(folder / "model")
     (folder / "rank-1/sft.jsonl").write_text((folder / "sft.jsonl").read_text().replace("7", "77"))
-    codes, output = run_to_failure(folder, words)
+    for place in (folder, folder / "rank-1"):  # a stream, since rows are compared at the start
+        (place / "stream.py").write_text("import json\ndef rows(): yield from map(json.loads, open('sft.jsonl'))\n")
+    codes, output = run_to_failure(folder, [*words, "data.path=stream.py:rows"])
     assert codes == [2, 2] and all("step 1, update: rank 1 has another batch than rank 0: tokens " in x for x in output)
     apart = [word for word in words if not word.startswith("trainer.max_steps")]
     codes, output = run_to_failure(folder, apart, {0: ["trainer.max_steps=2"], 1: ["trainer.max_steps=9"]})

@@ -3,10 +3,14 @@
 import doctest
 import importlib
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
+
+from whet.cli.registry import COMMANDS, INFO_COMMANDS, load_command_config
+from whet.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PAGES = [p for p in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if p.is_file()]
@@ -53,6 +57,35 @@ def test_a_page_that_is_wrong_fails(code, capsys):
     with pytest.raises((KeyError, AssertionError)):
         run_page(f"# x\n\n```python\n{code}\n```\n", "page")
     run_page(f"```python skip\n{code}\n```\n", "page")
+
+
+def commands(page):
+    """The commands of a page with keys, as their name and their words; without files and placeholders."""
+    text = page.read_text().replace("\\\n", " ")
+    blocks = "".join(re.findall(r"(?ms)^```[^\n]*\n(.*?)^```", text)).split("\n")
+    for line in [*blocks, *re.findall("`([^`]+)`", re.sub(r"(?ms)^```.*?^```", "", text))]:
+        if (found := re.match(r"(?:.* -m )?whet ([a-z]+) (.*)$", line, re.DOTALL)) and "<" not in line:
+            words = [
+                w for w in shlex.split(found[2], comments=True) if not w.endswith(("...", ".yaml")) and "$" not in w
+            ]
+            yield found[1], [w for w in words if w not in ("--config", "--profile", "--print_config", "&")]
+
+
+def test_the_commands_of_the_pages_are_accepted():
+    wrong, count = [], 0
+    for page in PAGES:
+        for name, words in commands(page):
+            if name in ("data", "plan"):
+                name = words.pop(0) if words and words[0] in COMMANDS else "grpo"
+                words = [w for w in words if not w.startswith(("rows=", "memory_gb=", "num_processes="))]
+            if name not in COMMANDS or name in INFO_COMMANDS or "--help" in words:
+                continue
+            count += 1
+            try:
+                load_command_config(name, words)
+            except ConfigError as error:  # a line for each problem; a file or a placeholder has the missing ones
+                wrong += [(page.name, name, line) for line in str(error).split("\n") if not line.startswith("no ")]
+    assert wrong == [] and count > 90
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

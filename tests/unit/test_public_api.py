@@ -94,3 +94,10 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_importing_whet_and_its_maths_loads_no_transformers():
     code = "import sys, whet, whet.ops; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_name_of_another_library_is_answered_with_where_it_is():
+    with pytest.raises(ImportError, match=r"whet has no GRPOTrainer: from whet\.trl import GRPOTrainer"):
+        _ = whet.GRPOTrainer
+    trl = importlib.import_module("whet.trl")
+    assert set(whet._TRL) <= set(trl.__all__) and not set(whet._MISSING) & set(whet.__all__)

@@ -218,9 +218,7 @@ class Evaluator:
             "reward": reward if reward is not None else config.reward_names or self.own_reward,
         }
         if missing := [name for name, value in required.items() if value is None or value == ()]:
-            raise ConfigError(
-                f"an evaluation needs {' and '.join(missing)}; give {'it' if len(missing) == 1 else 'them'}"
-            )
+            raise ConfigError(f"an evaluation needs {' and '.join(missing)}; set {' '.join(f'{n}=' for n in missing)}")
 
     def run(self, description: str | None = None, *, should_stop: Callable[[], bool] = lambda: False) -> Evaluation:
         """Runs the evaluation.

@@ -48,6 +48,7 @@ from whet.parallel.placement import Phase, Placement
 from whet.parallel.ranks import Ranks
 from whet.parallel.tensor import EngineWeights, divide_layer, divide_vocabulary, sum_gradients
 from whet.types import TokenStats
+from whet.util.memory import release_freed_memory
 from whet.util.tensor_subclasses import gather_full_tensor
 
 __all__ = ["FSDPPlacement"]
@@ -267,6 +268,7 @@ def _gathered(parts: Sequence[FSDPModule]) -> Iterator[nn.Module]:
         part.unshard()
         yield part  # pyright: ignore[reportReturnType]
         part.reshard()
+        release_freed_memory()  # or the holes that it leaves would take as much as the shards
 
 
 def _local(grad: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from whet.errors import ConfigError, format_exception
 from whet.models.pretrained import log_whole
 from whet.models.weight_files import InFile, check_finite, in_file, without_weights
 from whet.parallel.ranks import Ranks
+from whet.util.memory import release_freed_memory
 
 __all__ = ["load_sharded", "receive"]
 
@@ -89,6 +90,7 @@ def receive(
         parameter this rank keeps, and of how many, as torch.chunk cuts them; rows read from files are only those.
     Raises: ConfigError: a file can't be read, or holds NaN; OtherRankError on the other ranks.
     """
+    release_freed_memory()  # of the part before, whose holes would take as much as the shards
     parameters = list(parameters)
     stored = {id(p): (p, found) for p in parameters if (found := in_file(p))}
     if stored:

@@ -52,4 +52,5 @@ def _validation_error(error: ValidationError) -> ApiError:
         return ApiError(400, f"unknown parameter {path!r}: this server has no such option; leave it out", param=path)
     if problem["type"] == "missing":
         return ApiError(400, f"the parameter {path!r} is missing; add it to the body", param=path)
-    return ApiError(400, f"{path}={format_value(problem['input'], 60)}: {problem['msg']}", param=path)
+    reason = problem["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{path}={format_value(problem['input'], 60)}: {reason}", param=path)

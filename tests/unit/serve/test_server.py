@@ -250,7 +250,12 @@ def test_tools_need_a_template_that_has_them(server):
         ("/v1/chat/completions", {"messages": HI, "temperature": -1}, 400, "temperature"),
         ("/v1/chat/completions", {"messages": HI, "n": 0}, 400, "n=0"),
         ("/v1/chat/completions", {"messages": HI, "model": "gpt"}, 404, "no model 'gpt'; this server has 'tiny'"),
-        ("/v1/chat/completions", {"messages": HI, "frequency_penalty": 0.5}, 400, "does not implement it"),
+        (
+            "/v1/chat/completions",
+            {"messages": HI, "frequency_penalty": 0.5},
+            400,
+            "frequency_penalty=0.5: this server does not implement it",
+        ),
         ("/v1/chat/completions", {"messages": [{"content": "a"}]}, 400, "messages.0 has no role"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "messages.0 has no content"),
         (
