@@ -138,6 +138,8 @@ class Part:
     """Bytes in the rollout."""
     update: float
     """Bytes in the update."""
+    host: float = 0.0
+    """Bytes in the memory of the host."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,11 @@ class MemoryPlan:
     def update(self) -> float:
         """Bytes in the update, with the reserve."""
         return sum(part.update for part in self.parts)
+
+    @property
+    def host(self) -> float:
+        """Bytes of this process in the memory of its host."""
+        return sum(part.host for part in self.parts)
 
     @property
     def peak(self) -> float:
@@ -330,7 +337,7 @@ def _candidates(
     for kv_tokens in counts:
         for mode, tokens in combinations:
             held = [*weights, *_held_in_passes(config, sizes, tokens, mode, kv_tokens, kv_tokens < rows * longest)]
-            parts = tuple(part for part in held if part.rollout or part.update)
+            parts = tuple(part for part in held if part.rollout or part.update or part.host)
             yield MemoryPlan(parts, tokens, mode, kv_tokens)
 
 
@@ -348,7 +355,8 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
     norm and head, one layer, and the next one.
     Gradients are whole between the passes of an update, and become shards as the last pass goes through the layers, or
     as each pass does (sync_each_microbatch). Tensor parallelism divides layers, embedding and head; in the rollout the
-    last two are whole, beside the parts that they are gathered from.
+    last two are whole, beside the parts that they are gathered from. With offload_to_cpu shards lie on the host, those
+    of gradients too, and those of one layer at a time are copied to the device.
     """
     own_critic = isinstance(config, PPORunConfig) and not (config.critic and config.critic.model == "actor")
     models, role = (2 if own_critic else 1), _trained_role(config)
@@ -359,7 +367,7 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
     if reference is None:
         has_kl = isinstance(config, RunConfig) and (config.algo.beta or config.algo.force_compute_kl)
         reference = weights if has_kl and role.lora is None else 0.0
-    gathered = Part("gathered weights", 0.0, 0.0)
+    gathered, own_grads, offloads = Part("gathered weights", 0.0, 0.0), 0.0, num_processes > 1 and config.offload_to_cpu
     if num_processes > 1:
         shards = num_processes // config.trainer.data_parallel_replicate_size
         tensor = config.trainer.tensor_parallel_size
@@ -370,18 +378,21 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
         if tensor > 1:  # a rollout with whole matrices also has what they are gathered from
             whole = sizes.parameters / tensor + (outside if _divides_rollout(config) else sizes.parameters)
         in_passes = outside_part + min(2, sizes.layers) * layer
-        gathered = Part(gathered.name, float(width * whole), float(width * in_passes))
+        copied = held * max(layer, outside_part) * (4.0 if sizes.trained else width) if offloads else 0.0
+        gathered = Part(gathered.name, float(width * whole) + copied, float(width * in_passes) + copied)
         reference, moments, masters = reference * held, moments * held, 0.0
         weights = (4.0 * sizes.trained + width * (sizes.parameters - sizes.trained)) * held
-        kept = sizes.trained * (held if config.trainer.sync_each_microbatch else 1 / tensor)
+        own_grads = 4.0 * sizes.trained * held
+        kept = sizes.trained / tensor if not config.trainer.sync_each_microbatch else 0.0 if offloads else own_grads / 4
         gradients = 4.0 * kept + min(sizes.trained / tensor, max(layer, outside_part)) * (4.0 + width)
+    place = lambda name, size: Part(name, 0.0, 0.0, size) if offloads else Part(name, size, size)
     return [
-        Part("weights" if num_processes == 1 else "shards of weights", models * weights, models * weights),
+        place("weights" if num_processes == 1 else "shards of weights", models * weights),
         gathered,
-        Part("fp32 masters", models * masters, models * masters),
-        Part(f"{role.optim.name} moments", models * moments, models * moments),
-        Part("reference model", reference, reference),
-        Part("gradients", 0.0, gradients),
+        place("fp32 masters", models * masters),
+        place(f"{role.optim.name} moments", models * moments),
+        place("reference model", reference),
+        Part("gradients", 0.0, gradients, own_grads if offloads else 0.0),
     ]
 
 
@@ -570,5 +581,6 @@ def ways_to_fit(config: PlannedRun, part: Part | None = None, num_processes: int
         ways.append(f"{name}.quantization=nf4")
     if num_processes > 1:
         ways += [] if config.trainer.sync_each_microbatch else ["trainer.sync_each_microbatch=true"]
+        ways += [] if config.offload_to_cpu else ["offload_to_cpu=true"]
         ways += ["more processes", "a larger trainer.context_parallel_size"]
     return " or ".join(ways or ["a smaller model"])
