@@ -1,12 +1,12 @@
 """Gates and rotary embeddings of training on a GPU in one kernel each, which torch's compiler makes.
 
 torch's own kernels read and write memory once for each operation. Here a gate takes one kernel forward and one backward
-in place of two and five, and a rotary embedding one kernel a tensor each way in place of three. The compiler is
-asked to round where torch's kernels round (OPTIONS), so that both give nearly the same bits.
+in place of two and five, and a rotary embedding one kernel a tensor each way in place of three. The compiler is asked
+to round where torch's kernels round (OPTIONS), so that both give nearly the same bits.
 A function is compiled when a call first needs it, so in the rehearsal before step 1. torch.export traces it, for any
 number of rows: a call has no guards of torch.compile, which would take longer than the launches that are saved, and is
-never compiled again. Before its first use it is compared with the function itself. If it does not compile, or is further
-from the exact numbers, torch's own kernels run, after one warning.
+never compiled again. Before its first use it is compared with the function itself. If it does not compile, or is
+further from the exact numbers, torch's own kernels run, after one warning.
 Dim legend: n rows (tokens), M width of the MLP, H heads, D head size.
 Left out on purpose: norms, for which torch has a kernel; calls with few rows, where launching a kernel takes longest,
 and so decode steps; CPUs, which have native kernels; and autograd, whose functions call these and choose what to save.
