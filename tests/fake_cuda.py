@@ -22,9 +22,13 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engines
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives
 from helpers import random_batch
 from tiny import VOCABULARY, build, prompts, requests
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
@@ -45,6 +49,10 @@ from whet.ops.kl import reference_kl
 from whet.ops.policy_losses import POLICY_LOSSES
 from whet.ops.policy_objective import PolicyObjective
 from whet.ops.preference import PREFERENCE_LOSSES
+from whet.parallel.fsdp import FSDPPlacement
+from whet.parallel.mesh import make_mesh
+from whet.parallel.ranks import Ranks
+from whet.parallel.tensor import sum_gradients
 from whet.rollout.base import Sampling
 from whet.rollout.engine import packed_linear, prefill
 from whet.rollout.engine import runner as runner_file
@@ -56,6 +64,7 @@ from whet.train.offload import Offload, OffloadPlacement
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Divergence, ModelWorker
 from whet.types import Example, TokenBatch, TokenStats, TrainSequence
+from whet.util.tensor_subclasses import shard_like
 from whet.util.transfer import to_host
 
 CUDA = torch.device("cuda", 0)
@@ -265,7 +274,7 @@ ENGINE = {
 
 
 def _worker(family="qwen3", *, role="actor", dtype=torch.bfloat16, lora=False, checkpointing=None, trained=True,
-            offload=False, layers=2, attention="plain", **options):  # fmt: skip
+            offload=False, layers=2, attention="plain", compute=None, **options):  # fmt: skip
     model = build(family, max_position_embeddings=512, num_hidden_layers=layers).to(dtype)
     loaded = load_model(model, dtype=dtype, role=role, attention=attention, lora=LORA if lora else None)
     move(loaded.module)
@@ -275,7 +284,7 @@ def _worker(family="qwen3", *, role="actor", dtype=torch.bfloat16, lora=False, c
         options["placement"] = OffloadPlacement(Offload(CUDA))
     optim = OptimConfig(lr=1e-3) if trained else None
     with MODE, Ledger():
-        return ModelWorker(loaded, optim=optim, dtype=dtype, max_tokens=140, **options)
+        return ModelWorker(loaded, optim=optim, dtype=compute or dtype, max_tokens=140, **options)
 
 
 def _on_device(worker, counts):
@@ -363,6 +372,48 @@ def memory_case(tokens=500, lora=False):
         worker.module.model(input_ids=ids, position_ids=layout.position_ids, whet_layout=layout, use_cache=False)
     found = sum(x.untyped_storage().nbytes() for x in held.values())
     return {"held": found, "planned": plan.activations(tokens, "none"), "layers": worker.backends["layers"]}
+
+
+def fsdp_case(offloads):
+    """An update of one of four processes; the others only seem to exist. Returns: where its shards lie, and counts."""
+    stream = type("Stream", (), {
+        "__init__": lambda self, **options: None,
+        **dict.fromkeys(("synchronize", "wait_event", "wait_stream", "record"), lambda self, *_: self),
+    })  # fmt: skip
+    stream.record_event = lambda self, *_: stream()
+    torch.cuda.Stream = torch.cuda.Event = stream
+    torch.cuda.stream = lambda _: contextlib.nullcontext()
+    torch.cuda.current_stream = torch.accelerator.current_stream = lambda *_: stream()
+    torch.cuda.current_device = lambda: 0
+    torch.Tensor.pin_memory = lambda self: PINNED.setdefault(_storage(self), self)
+    if not dist.is_initialized():
+        dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    ranks = type("FakeRanks", (Ranks,), {"size": 4, "all_gather": lambda self, value: [value] * 4})()
+    mesh, counts = make_mesh("cuda", 4, 1, 1), []
+    worker = _worker(
+        dtype=torch.float32, compute=torch.bfloat16, placement=FSDPPlacement(mesh, ranks, offloads=offloads)
+    )
+    worker, masters = _on_device(worker, counts), worker.optim.masters.values()
+    batch = random_batch((40, [30, 9]), (12, [80, 40]))
+    batch = batch.replace(tokens=batch.tokens % VOCABULARY, prefixes=batch.prefixes % VOCABULARY)
+    weights = token_weights(batch.mask, batch.trajectory, "token-mean")
+    worker.forward_backward(batch.with_token_columns(weights=weights), nll)
+    held, name = [m.grad for m in masters], next(iter(worker.optim.masters))
+    worker.optim_step()
+    held += [*worker.module.parameters(), *(x for s in worker.optim.optimizer.state.values() for x in s.values())]
+    with MODE, Ledger():
+        held += [
+            made := worker.optim.empty_moment(f"{name}.exp_avg", held[0].shape, torch.float32),
+            shard_like(held[0], made),
+        ]
+        sum_gradients(held[:1], mesh.fsdp)
+        with worker.rollout_weights() as module:
+            sampled = {(str(p.device), str(p.dtype)) for p in module.parameters()}
+        with worker.placement.whole_module() as module:
+            saved = {str(p.device) for p in module.parameters()}
+    shards = {str((x.to_local() if isinstance(x, DTensor) else x).device) for x in held}
+    return {"shards": [*shards], "sampled": [*sampled], "saved": [*saved], "passes": counts,
+            "device": str(worker.device), "layers": worker.backends["layers"]}  # fmt: skip
 
 
 def _every_policy_loss(x):
@@ -463,6 +514,8 @@ CASES = {
     "update/varlen": varlen_case,
     "memory/plain": memory_case,
     "memory/lora": lambda: memory_case(lora=True),
+    "fsdp/device": lambda: fsdp_case(False),
+    "fsdp/host": lambda: fsdp_case(True),
     **{f"learner/{name}": case for name, case in LEARNERS.items()},
     **{f"mistake/{name}": lambda m=mistake: mistake_case(m) for name, mistake in MISTAKES.items()},
 }

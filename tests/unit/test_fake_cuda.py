@@ -137,6 +137,16 @@ def test_other_steps(device, kind, names):
 
 
 @pytest.mark.full
+def test_shards_lie_on_the_host_and_are_stepped_there_where_several_processes_offload(device):
+    for line, place in zip(run(device, "fsdp/device", "fsdp/host"), ("cuda:0", "cpu"), strict=True):
+        assert "error" not in line, line["error"]
+        assert line["shards"] == [place] and line["device"] == "cuda:0" and line["saved"] == ["cpu"], line
+        assert line["sampled"] == [["cuda:0", "torch.bfloat16"]] and "11 of them in fewer kernels" in line["layers"]
+        (_, update), (_, step) = line["passes"]
+        assert update["kernels"] > 0 and (step["kernels"] > 0) == (place == "cuda:0"), line
+
+
+@pytest.mark.full
 def test_a_pass_holds_what_the_plan_of_memory_says(device):
     for line in run(device, "memory/plain", "memory/lora"):
         assert "in fewer kernels" in line["layers"], line

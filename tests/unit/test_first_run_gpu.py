@@ -84,7 +84,8 @@ def test_the_checks_themselves_pass_on_a_cpu(script, started, monkeypatch):
     said = []
     script.run([name for name in script.CHECKS if name not in ("flex", "rest")], CPU, said.append)
     assert [row["check"] for row in said if row["ok"] is False] == [], said
-    assert {row["check"] for row in said if row["ok"] is None} >= {"second_device", "varlen", "vllm", "compiled"}
+    skipped = {row["check"] for row in said if row["ok"] is None}
+    assert skipped >= {"second_device", "varlen", "vllm", "shared", "compiled"}
     found = {row["check"]: row.get("found") for row in said}
     assert any("microbatch" in line for line in found["recipe"]["chosen"])
     assert found["kept"]["captures"] == {"first": 0, "again": 0, "after an update": 0}
@@ -105,7 +106,7 @@ def test_compiled_functions_are_compared_with_torchs(script, monkeypatch):
     monkeypatch.setattr(compiled, "DEVICE", "cpu")
     monkeypatch.setattr(compiled, "MIN_ROWS", 4)
     parts = {"gate_grads (3072,)", "rotated (8, 128)", "gated (3072,)"}
-    for change in (lambda y: y, lambda y: y + 0.1):
+    for change in (lambda y: y, lambda y: y + 1):
 
         def kernel(case, change=change):
             return lambda *x: change(case.function(*x)) if case.function is compiled.gated else case.function(*x)
@@ -113,7 +114,7 @@ def test_compiled_functions_are_compared_with_torchs(script, monkeypatch):
         monkeypatch.setattr(compiled, "_kernel", kernel)
         monkeypatch.setitem(script.CHECKS, "compiled", lambda d: script.compiled(d, rows=6))
         row = script.check("compiled", CPU)
-        assert "differ with 4 rows" in row["error"] if change(0) else parts < row["found"].keys(), row
+        assert "from torch's" in row["error"] if change(0) else parts < row["found"].keys(), row
     monkeypatch.setattr(compiled, "_kernel", lambda case: None)
     assert "is not compiled" in script.check("compiled", CPU)["error"]
 

@@ -38,7 +38,8 @@ Under torchrun batches are of all processes, as in RL2 ([Several processes](scal
 each model, each sharded over `fsdp_size` x `tp_size` processes. `tp_size` processes divide the matrices of layers in
 training, and `sp_size` (since 2026 `cp_size`) the tokens of a pass, by Ulysses. No update depends on the sizes. All
 roles share one mesh: a size that one role has is that of all, and two different ones are refused. Offloading, on by
-default here as there, is off with several processes, and `offload_model=true` is refused.
+default here as there, is off with several processes unless a key is true: FSDP's policy then runs the optimizer's step
+on the host.
 
 A value may refer to another of the command, or of its `--config FILE`, as OmegaConf has it:
 `trainer.save_dir='ckpts/${trainer.project}/${trainer.experiment_name}'`, `${oc.env:HOME}` and `${oc.env:NAME,default}`.

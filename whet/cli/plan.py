@@ -93,7 +93,11 @@ def plan_text(
     row = lambda name, rollout, update: f"  {name:40}" + (f"{rollout:>9}" if samples else "") + f"{update:>9}"
     lines.append(row("GB", "rollout", "update"))
     sums = Part("sum", plan.rollout, plan.update)
-    lines += [row(p.name, f"{p.rollout / GB:.1f}", f"{p.update / GB:.1f}") for p in (*plan.parts, sums)]
+    on_device = [p for p in plan.parts if p.rollout or p.update]
+    lines += [row(p.name, f"{p.rollout / GB:.1f}", f"{p.update / GB:.1f}") for p in (*on_device, sums)]
+    if plan.host:
+        of_each = ", ".join(f"{p.name} {p.host / GB:.1f}" for p in plan.parts if p.host)
+        lines.append(f"  {plan.host / GB:.1f} GB of each process in the memory of its host: {of_each}")
     words = with_settings(config, plan)
     if plan.peak <= memory_gb * GB:
         lines += [f"  fits with {' '.join(words)}" if words else "  fits as it is", ""]

@@ -121,7 +121,7 @@ class EvalRunConfig(RewardFields):
     """A reward model (transformers' sequence classifier with one label). Its score is another reward, with the weight
     1.0 unless `reward` has one for it. None = no reward model."""
     rollout_engine: Name = "embedded"
-    """"embedded" = whet's own, "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
+    """"embedded" = whet's own, "hf" = transformers' forward in a loop, "vllm", "sglang", "mock" (for tests),
     or "package.module:Class"."""
     seed: Seed = 0
     """Seed of sampling. Random numbers depend on it, on the prompt's place and on the number of the generation."""

@@ -78,7 +78,7 @@ class SamplingConfig:
     chat_template_kwargs: Tree = field(default_factory=dict)
     """More arguments of the chat template, e.g. {enable_thinking: true}."""
     rollout_engine: Name = "embedded"
-    """"embedded" = whet's own, "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
+    """"embedded" = whet's own, "hf" = transformers' forward in a loop, "vllm", "sglang", "mock" (for tests),
     or "package.module:Class"."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Compute dtype; auto = the dtype of the run if the model is in a run's folder, else as in training: see

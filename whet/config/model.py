@@ -113,8 +113,8 @@ class RoleConfig:
     """The optimizer; no effect on a model that is only read."""
     gradient_checkpointing: Recompute = "auto"
     """Recompute activations in the backward pass: "full" = whole layers (least memory, a fifth to a third more time),
-    "selective" = all but matrix products and attention, "none" = nothing. "auto" = "full" where the plan of memory
-    needs it (`whet grpo` and `whet ppo` on one GPU), else "none". true means "full", false means "none"."""
+    "selective" = all but matrix products and attention, "none" = nothing. "auto" = "full" where the plan of a GPU's
+    memory needs it, else "none". true means "full", false means "none"."""
     attention: Literal["auto", "flex", "plain"] = "auto"
     """Attention over packed sequences: "flex" = FlexAttention (CUDA), "plain" = torch's operator, "auto" = whet's own
     kernels on a CPU; on a GPU torch's varlen_attn in half precision, else flex where plain would need a mask (after a

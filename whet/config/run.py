@@ -63,7 +63,7 @@ class RunConfig(RewardFields):
     """A reward model (transformers' sequence classifier with one label). Its score is another reward, with the weight
     1.0 unless `reward` has one for it. None = no reward model."""
     rollout_engine: Name = "embedded"
-    """"embedded" = whet's own, "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
+    """"embedded" = whet's own, "hf" = transformers' forward in a loop, "vllm", "sglang", "mock" (for tests),
     or "package.module:Class"; "auto" = vllm on a GPU where it is installed and can do what is asked, else embedded."""
     offload_to_cpu: Bool = False
     """Keep models on the GPU only while they are needed: the reference while it scores, master weights and moments

@@ -138,8 +138,9 @@ class TrainingConfig:
     these as a table below the cell; "lines" = a line at most every 30 seconds; "auto" = rich if stderr is a terminal,
     notebook in a Jupyter kernel, else lines."""
     max_tokens_per_microbatch: Count | None = None
-    """Maximum number of tokens of one forward and backward pass, prompts and completions together. None = 16384 on a
-    GPU; on a CPU about 1536, and up to 2048 to keep groups whole; more if the rollout's longest sequence is longer."""
+    """Maximum number of tokens of one forward and backward pass, prompts and completions together. None = on a GPU
+    the most that fits by the plan of its memory, at most 16384; on a CPU about 1536, and up to 2048 to keep groups
+    whole; more if the rollout's longest sequence is longer."""
     max_segments_per_packed_row: Size | None = None
     """Maximum number of sequences of one micro-batch; None = as many as the token budget allows."""
 
@@ -186,7 +187,8 @@ class TrainingConfig:
     (Ulysses). It must divide the number of processes and of attention heads. 1 = each pass runs on one process."""
     tensor_parallel_size: Count = 1
     """Processes that divide the matrices of each layer, and run each forward and backward pass together. It must divide
-    the number of processes, of attention heads and of KV heads. 1 = each process has whole layers while they run."""
+    the number of processes and of attention heads, and divide the number of KV heads or be a multiple of it. 1 = each
+    process has whole layers while they run."""
     rehearse: Bool | None = None
     """Before the first step run the largest micro-batch of an update, and allocate the cache of a rollout, next to the
     memory that the optimizer will take, so that a run that does not fit ends before it begins. None = on a GPU."""

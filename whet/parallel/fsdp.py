@@ -11,6 +11,9 @@
                                       shards; with sync_each_pass they do so in every pass, one layer at a time. They
                                       are never averaged: the token weights were computed from the whole batch, so
                                       nothing else divides
+    offload_to_cpu                    shards of parameters, gradients and moments lie on the host, where the optimizer
+                                      steps; those of a layer are copied to the device as it is gathered, gradients back
+                                      as they become shards
     collectives                       of a pass: one gather of each layer forward and one backward; of an update: one
                                       reduce-scatter of each layer. None is of a token or of one parameter
     rollout                           every rank has the whole model while it samples, or, of the embedded engine with
@@ -34,7 +37,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from whet.errors import ConfigError
@@ -62,7 +71,7 @@ class FSDPPlacement(Placement):
     """A model sharded over processes.
 
     Args: mesh: their grid. ranks: the same processes, for what they agree on. sync_each_pass: add gradients over the
-        ranks in every pass, so that no rank has the whole gradient between passes.
+        ranks in every pass, so that no rank has the whole gradient between passes. offloads: keep shards on the host.
     Raises: ConfigError: a dtype other than float32 and bfloat16.
 
     Example: `ModelWorker(loaded, optim=OptimConfig(), placement=FSDPPlacement(make_mesh("cpu", 2, 1, 1), ranks))`.
@@ -70,14 +79,21 @@ class FSDPPlacement(Placement):
 
     repeats_passes = False
 
-    def __init__(self, mesh: ProcessMesh, ranks: Ranks, *, sync_each_pass: bool = False) -> None:
+    def __init__(
+        self, mesh: ProcessMesh, ranks: Ranks, *, sync_each_pass: bool = False, offloads: bool = False
+    ) -> None:
         super().__init__()
-        self.mesh, self.ranks, self.sync_each_pass = mesh, ranks, sync_each_pass
+        self.mesh, self.ranks, self.sync_each_pass, self.offloads = mesh, ranks, sync_each_pass, offloads
         self._serves_engine = False
         """Whether engines read this rank's weights now, so that it runs passes without the others."""
         self._engine_weights = EngineWeights()
         self._partial: set[str] = set()
         """The parameters whose gradients are to be summed over the ranks that divide matrices."""
+
+    @property
+    def device(self) -> torch.device:
+        """See Placement; also while the shards lie on the host."""
+        return self.mesh.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,7 +117,9 @@ class FSDPPlacement(Placement):
         compute: Any = dtypes.pop()
         for p in module.parameters():
             p.data = p.data.to(torch.float32 if p.requires_grad else compute)
-        policy = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
+        options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)}
+        if self.offloads:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         self._skeleton = without_weights(module, module)  # since fully_shard changes the classes of the modules
         without_values = any(self.ranks.all_gather(next(module.parameters()).is_meta))
         backbone: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
@@ -109,13 +127,13 @@ class FSDPPlacement(Placement):
         for part in (*backbone.layers, module):
             if without_values:
                 whole = (p for p in part.parameters() if not isinstance(p, DTensor))  # layers are sharded by then
-                receive(whole, torch.device(self.mesh.device_type), self.ranks, self.mesh.row_share)
+                receive(whole, self.device, self.ranks, self.mesh.row_share)
             if self.mesh.tensor is not None and part is module:
                 divide_vocabulary(module, self.mesh.tensor)
             elif self.mesh.tensor is not None:
                 partial = divide_layer(backbone, part, self.mesh.tensor)
                 self._partial.update(f"{names[part]}.{name}" for name in partial)
-            fully_shard(part, mesh=self.mesh.fsdp, mp_policy=policy)
+            fully_shard(part, mesh=self.mesh.fsdp, **options)
         for part in _parts(module):  # both calls: gloo can't do the first alone, and the second alone is a mean
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
@@ -137,7 +155,7 @@ class FSDPPlacement(Placement):
         """See Placement. After a pass without gradient the root would keep plain parameters, not the optimizer's."""
         if phase == "step" and self.mesh.tensor is not None and self._optim is not None:
             grads = {name: m.grad for name, m in self._optim.masters.items() if m.grad is not None}
-            sum_gradients([g for name, g in grads.items() if name in self._partial], self.mesh.tensor.get_group())
+            sum_gradients([g for name, g in grads.items() if name in self._partial], self.mesh.tensor)
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -36,6 +37,11 @@ class ProcessMesh:
     def device_type(self) -> str:
         """The kind of device: cpu or cuda."""
         return self.fsdp.device_type
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.device_type == "cuda" else torch.device("cpu")
 
     @property
     def num_shards(self) -> int:

@@ -39,6 +39,8 @@ class Placement:
     A worker calls `prepare` before it makes the optimizer and `attach` after that, then `during` around each phase.
     """
 
+    offloads = False
+    """Whether an optimizer's state lies on the host while passes run."""
     repeats_passes = True
     """Whether an update may start again with other passes, which several processes would have to agree on."""
 

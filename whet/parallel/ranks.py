@@ -50,9 +50,9 @@ def _missing_ranks(error: str, waited: bool) -> str:
     'rank 1 has ended; its output says why, or its exit code where a signal has ended it'
     """
     found = re.search(r"Ranks ([\d, ]*\d) failed to pass|from rank (\d+)", error)
-    if found is not None and not waited:
-        who = f"rank {found[1] or found[2]} has ended"
-        return f"{who}; its output says why, or its exit code where a signal has ended it"
+    if not waited and (found is not None or "by peer" in error):
+        who = f"rank {found[1] or found[2]}" if found else "another rank"
+        return f"{who} has ended; its output says why, or its exit code where a signal has ended it"
     reason, fix = error.splitlines()[0][:300].rstrip(". "), ", or raise trainer.collective_timeout_s" if waited else ""
     return f"the other ranks did not all arrive here: {reason}; the output of the missing ranks says why{fix}"
 

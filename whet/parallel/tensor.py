@@ -316,17 +316,23 @@ def _row_forward(layer: nn.Linear, group: dist.ProcessGroup) -> Callable[[Tensor
 
 
 @torch.no_grad()
-def sum_gradients(grads: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sums gradients over the processes, in place. Args: grads: of the same shapes on each."""
+def sum_gradients(grads: list[Tensor], mesh: DeviceMesh) -> None:
+    """Sums gradients over the processes, in place. Args: grads: of the same shapes on each; they may lie on the host.
+
+    mesh: the processes, on whose devices they are summed.
+    """
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
     large = [g for g in local if g.numel() >= 2**20]  # without a copy
     small = [g for g in local if g.numel() < 2**20]
     for g in large:
-        dist.all_reduce(g, group=group)
+        on_device = g.to(mesh.device_type)
+        dist.all_reduce(on_device, group=mesh.get_group())
+        if on_device is not g:
+            g.copy_(on_device)
     if not small:
         return
-    flat = torch.cat([g.flatten() for g in small])
-    dist.all_reduce(flat, group=group)
+    flat = torch.cat([g.flatten() for g in small]).to(mesh.device_type)
+    dist.all_reduce(flat, group=mesh.get_group())
     for g, total in zip(small, flat.split([g.numel() for g in small]), strict=True):
         g.copy_(total.view_as(g))
 

@@ -191,6 +191,8 @@ class Run:
         assert self.stream is not None
         self.settings = self.task.settings()
         check_same_settings(self.ranks, self._compared_settings())
+        rows = {"prompts": self.stream.digest, "other columns": self.stream.columns_digest}
+        self.ranks.check_same("data set", rows)  # a batch is compared too, without the columns that only rewards read
         self.task.prepare()
         if not self.task.has_evaluation and c.eval_every_n_steps:
             log.warning(

@@ -5,7 +5,7 @@ memory, and a forward pass there shows what is saved for the backward pass. RESE
 allocator's holes and the workspace of kernels take.
 Of several processes, each on a GPU of its own, the plan is that of one: see parallel/fsdp.py for what it holds.
 A supervised run has no rollout: its plan is that of its update. vLLM has weights of its own, and gives them up with its
-KV while a step is scored and updated.
+KV while a step is scored and updated; with rollout.vllm.share_weights the frozen ones are there once.
 Left out on purpose: the time that a setting costs, and the memory of SGLang.
 """
 
@@ -138,6 +138,8 @@ class Part:
     """Bytes in the rollout."""
     update: float
     """Bytes in the update."""
+    host: float = 0.0
+    """Bytes in the memory of the host."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,11 @@ class MemoryPlan:
     def update(self) -> float:
         """Bytes in the update, with the reserve."""
         return sum(part.update for part in self.parts)
+
+    @property
+    def host(self) -> float:
+        """Bytes of this process in the memory of its host."""
+        return sum(part.host for part in self.parts)
 
     @property
     def peak(self) -> float:
@@ -330,7 +337,7 @@ def _candidates(
     for kv_tokens in counts:
         for mode, tokens in combinations:
             held = [*weights, *_held_in_passes(config, sizes, tokens, mode, kv_tokens, kv_tokens < rows * longest)]
-            parts = tuple(part for part in held if part.rollout or part.update)
+            parts = tuple(part for part in held if part.rollout or part.update or part.host)
             yield MemoryPlan(parts, tokens, mode, kv_tokens)
 
 
@@ -348,7 +355,8 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
     norm and head, one layer, and the next one.
     Gradients are whole between the passes of an update, and become shards as the last pass goes through the layers, or
     as each pass does (sync_each_microbatch). Tensor parallelism divides layers, embedding and head; in the rollout the
-    last two are whole, beside the parts that they are gathered from.
+    last two are whole, beside the parts that they are gathered from. With offload_to_cpu shards lie on the host, those
+    of gradients too, and those of one layer at a time are copied to the device.
     """
     own_critic = isinstance(config, PPORunConfig) and not (config.critic and config.critic.model == "actor")
     models, role = (2 if own_critic else 1), _trained_role(config)
@@ -359,7 +367,7 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
     if reference is None:
         has_kl = isinstance(config, RunConfig) and (config.algo.beta or config.algo.force_compute_kl)
         reference = weights if has_kl and role.lora is None else 0.0
-    gathered = Part("gathered weights", 0.0, 0.0)
+    gathered, own_grads, offloads = Part("gathered weights", 0.0, 0.0), 0.0, num_processes > 1 and config.offload_to_cpu
     if num_processes > 1:
         shards = num_processes // config.trainer.data_parallel_replicate_size
         tensor = config.trainer.tensor_parallel_size
@@ -370,19 +378,31 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
         if tensor > 1:  # a rollout with whole matrices also has what they are gathered from
             whole = sizes.parameters / tensor + (outside if _divides_rollout(config) else sizes.parameters)
         in_passes = outside_part + min(2, sizes.layers) * layer
-        gathered = Part(gathered.name, float(width * whole), float(width * in_passes))
+        copied = held * max(layer, outside_part) * (4.0 if sizes.trained else width) if offloads else 0.0
+        gathered = Part(gathered.name, float(width * whole) + copied, float(width * in_passes) + copied)
         reference, moments, masters = reference * held, moments * held, 0.0
         weights = (4.0 * sizes.trained + width * (sizes.parameters - sizes.trained)) * held
-        kept = sizes.trained * (held if config.trainer.sync_each_microbatch else 1 / tensor)
+        own_grads = 4.0 * sizes.trained * held
+        kept = sizes.trained / tensor if not config.trainer.sync_each_microbatch else 0.0 if offloads else own_grads / 4
         gradients = 4.0 * kept + min(sizes.trained / tensor, max(layer, outside_part)) * (4.0 + width)
+    vllm = width * sizes.parameters if isinstance(config, RunConfig) and config.rollout_engine == "vllm" else 0
+    place = lambda name, size: Part(name, 0.0, 0.0, size) if offloads else Part(name, size, size)
     return [
-        Part("weights" if num_processes == 1 else "shards of weights", models * weights, models * weights),
+        place("weights" if num_processes == 1 else "shards of weights", models * weights),
         gathered,
-        Part("fp32 masters", models * masters, models * masters),
-        Part(f"{role.optim.name} moments", models * moments, models * moments),
-        Part("reference model", reference, reference),
-        Part("gradients", 0.0, gradients),
+        Part("weights of vLLM", 0.0 if _shares_weights(config, num_processes) else float(vllm), 0.0),
+        place("fp32 masters", models * masters),
+        place(f"{role.optim.name} moments", models * moments),
+        place("reference model", reference),
+        Part("gradients", 0.0, gradients, own_grads if offloads else 0.0),
     ]
+
+
+def _shares_weights(config: PlannedRun, num_processes: int = 1) -> bool:
+    """Returns whether vLLM's weights are the trainer's frozen ones, if vLLM samples."""
+    role = _trained_role(config)
+    is_frozen = role.lora is not None and not role.lora.modules_to_save and role.quantization is None
+    return isinstance(config, RunConfig) and config.rollout.vllm.share_weights and is_frozen and num_processes == 1
 
 
 def _divides_rollout(config: PlannedRun) -> bool:
@@ -395,11 +415,11 @@ def _held_in_passes(
 ) -> list[Part]:
     """Returns the parts of a pass of training, and of the engine. Args: is_bounded: its cache is."""
     own_tokens, keys = -(-tokens // config.trainer.context_parallel_size), _gathered_keys(config)
-    turns = copy = graphs = 0.0
+    turns = graphs = workspace = 0.0
     divides = _divides_rollout(config)
     kv_bytes = sizes.kv_bytes / (min(config.trainer.tensor_parallel_size, sizes.kv_heads) if divides else 1)
     if isinstance(config, RunConfig) and config.rollout_engine == "vllm":
-        copy = float(sizes.dtype_bytes * sizes.parameters)
+        workspace = VLLM_BYTES
     elif isinstance(config, RunConfig):
         if not divides or config.trainer.tensor_parallel_size == 1:
             graphs = GRAPH_BYTES + GRAPH_ROWS * sizes.activation_bytes / sizes.layers
@@ -412,8 +432,7 @@ def _held_in_passes(
         Part(f"KV cache, {kv_tokens:,} tokens", kv_bytes * kv_tokens, 0.0),
         Part("KV of earlier turns", turns, 0.0),
         Part("captured decode steps", graphs, graphs),
-        Part("weights of vLLM", copy, 0.0),
-        Part("workspace and graphs of vLLM", VLLM_BYTES * bool(copy), VLLM_BYTES / 2 * bool(copy)),
+        Part("workspace and graphs of vLLM", workspace, workspace / 2),
         Part("reserve", reserve, RESERVE),
     ]
 
@@ -568,7 +587,10 @@ def ways_to_fit(config: PlannedRun, part: Part | None = None, num_processes: int
         ways += [f"{name}.lora.r=16", f"{name}.optim.name=adamw8bit"]
     elif role.quantization is None and num_processes == 1:
         ways.append(f"{name}.quantization=nf4")
+        if isinstance(config, RunConfig) and config.rollout_engine == "vllm" and not _shares_weights(config):
+            ways.append("rollout.vllm.share_weights=true")
     if num_processes > 1:
         ways += [] if config.trainer.sync_each_microbatch else ["trainer.sync_each_microbatch=true"]
+        ways += [] if config.offload_to_cpu else ["offload_to_cpu=true"]
         ways += ["more processes", "a larger trainer.context_parallel_size"]
     return " or ".join(ways or ["a smaller model"])

@@ -137,6 +137,8 @@ class OffloadPlacement(Placement):
     Args: offload: moves the tensors; None = between the model's device and the host.
     """
 
+    offloads = True
+
     def __init__(self, offload: Offload | None = None) -> None:
         super().__init__()
         self._offload = offload

@@ -21,7 +21,6 @@ from whet.config import Role
 from whet.errors import ConfigError
 from whet.models.config_sizes import kv_bytes_per_token
 from whet.train.memory_plan import GB, MOMENT_BYTES
-from whet.train.offload import OffloadPlacement
 from whet.train.role_trainer import RoleTrainer
 from whet.train.role_workers import RoleWorkers
 from whet.train.worker import ModelWorker
@@ -70,7 +69,7 @@ def rehearse(models: RoleWorkers, prompt: int, completion: int, *, kv_tokens: in
 def _optimizer_state(worker: ModelWorker) -> list[Tensor]:
     """Memory of the size of an optimizer's state; [] where it has one already, or it lies on the host in an update."""
     assert worker.optim is not None, "a trained model has an optimizer"
-    if worker.optim.updates or isinstance(worker.placement, OffloadPlacement):
+    if worker.optim.updates or worker.placement.offloads:
         return []
     name = "" if worker.optim.config is None else worker.optim.config.name
     size = MOMENT_BYTES.get(name, 8.0)

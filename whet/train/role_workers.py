@@ -292,16 +292,13 @@ class RoleWorkers:
     def _placement(self, loaded: LoadedModel) -> Placement:
         """Returns the placement of a role's tensors: sharded over several processes, else as offload_to_cpu says."""
         device = self.device_of(loaded)
+        if self._offload and device.type == "cpu" and not self._workers:
+            log.info("offload_to_cpu has nothing to do: the models lie on the CPU")
         if self.ranks.size > 1:
             from whet.parallel.context import check_heads  # imported where processes share a model
             from whet.parallel.fsdp import FSDPPlacement
             from whet.parallel.tensor import check_tensor_parallel
 
-            if self._offload:
-                raise ConfigError(
-                    f"offload_to_cpu moves whole tensors, and {self.ranks.size} processes have a shard of each; leave "
-                    "it out, or use one process"
-                )
             context = self._loop.context_parallel_size
             if context > 1 and not loaded.packable:
                 raise ConfigError(
@@ -312,13 +309,13 @@ class RoleWorkers:
             if tensor > 1:
                 check_tensor_parallel(loaded.module, tensor, loaded.name)
             check_heads(loaded.module.config, context, loaded.name, tensor)
-            return FSDPPlacement(self._mesh, self.ranks, sync_each_pass=self._loop.sync_each_microbatch)
+            return FSDPPlacement(
+                self._mesh, self.ranks, sync_each_pass=self._loop.sync_each_microbatch, offloads=self._offload
+            )
         if loaded.is_view:
             return Placement()
         if self._offload and device.type != "cpu":
             return OffloadPlacement()
-        if self._offload and not self._workers:
-            log.info("offload_to_cpu has nothing to do: the models lie on the CPU")
         return Placement()
 
     @functools.cached_property

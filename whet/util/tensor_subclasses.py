@@ -35,11 +35,16 @@ def is_sharded(tensor: Tensor) -> bool:
 def gather_full_tensor(tensor: Tensor) -> Tensor:
     """Gathers a DTensor from all processes, which must all call this; returns any other tensor unchanged.
 
+    It is gathered on the device of its mesh, also where its shards lie on the host.
+
     >>> gather_full_tensor(torch.ones(2))
     tensor([1., 1.])
     """
-    gather: Any = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
+    if not is_sharded(tensor):
+        return tensor
+    sharded: Any = tensor
+    kind = sharded.device_mesh.device_type
+    return (sharded if sharded.device.type == kind else sharded.to(kind)).full_tensor()
 
 
 @torch.no_grad()
@@ -61,4 +66,5 @@ def shard_like(target: Tensor, source: Tensor) -> Tensor:
 
     like: Any = target
     source = source.to(device=like.device, dtype=like.dtype)
-    return distribute_tensor(source, like.device_mesh, like.placements, src_data_rank=None)  # no communication
+    made = distribute_tensor(source, like.device_mesh, like.placements, src_data_rank=None)  # no communication
+    return made.to(like.device)  # it is on the mesh's device, and target's shards may lie on the host

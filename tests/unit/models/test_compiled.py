@@ -6,11 +6,14 @@ import logging
 import pytest
 import torch
 from torch._inductor import metrics
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from whet.models import compiled, fast_layers, rotary
 
 CONTEXTS = {"full": None, "selective": lambda: create_selective_checkpoint_contexts([torch.ops.aten.mm.default])}
+ROUNDS_AS_TORCH = torch.__version__ >= "2.13"
+"""Before, the compiler's option has no effect in C++."""
 ALL = ["gate_grads", "gate_grads_and_product", "gated", "rotated", "rotated"]
 """The functions; queries and keys have other numbers of heads."""
 
@@ -61,14 +64,16 @@ def plain(*args):
 
 def near(found, wanted):
     for a, b in zip(found, wanted, strict=True):
-        assert a.stride() == b.stride() and (a != b).float().mean() < 0.01
-        assert (a - b).abs().max() <= 2 * torch.finfo(b.dtype).eps * b.abs().max()
+        assert a.stride() == b.stride() and (a != b).float().mean() < (0.01 if ROUNDS_AS_TORCH else 1)
+        assert (a - b).abs().max() <= (2 if ROUNDS_AS_TORCH else 4) * torch.finfo(b.dtype).eps * b.abs().max()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_any_number_of_rows_has_torchs_numbers_from_what_is_compiled_once(dtype, compile_as, caplog, monkeypatch):
     monkeypatch.setitem(compiled.OPTIONS, "fx_graph_cache", False)
+    with FakeTensorMode():  # in a CUDA build without a device, what a first thread registers ends with that thread
+        pass
     compile_as(compiled._compile)
     metrics.reset()
     for rows in (40, 16, 17, 48, 640):
@@ -101,18 +106,17 @@ def fails(case):
 
 
 def wrong(case):
-    off = 0.1 * (case.function is compiled.rotated)
-    return lambda *rows: case.function(*rows).add(off)
+    return lambda *rows: case.function(*rows).mul(1 + 0.01 * (case.function is compiled.rotated))
 
 
-def rounds_less(case):
-    wide = (lambda x: x.float()) if case.function is compiled.rotated else (lambda x: x)
-    return lambda *rows: case.function(*map(wide, rows)).to(case.dtype)
+def rounds_more(case):
+    narrow = (lambda x: x.mul(1.5).div(1.5)) if case.function is compiled.rotated else (lambda x: x)
+    return lambda *rows: case.function(*map(narrow, rows))
 
 
 @pytest.mark.parametrize(
     ("compiler", "reason"),
-    [(fails, "no compiler"), (wrong, "% of its numbers differ"), (rounds_less, "% of its numbers differ")],
+    [(fails, "no compiler"), (wrong, "its numbers are"), (rounds_more, "its numbers are")],
 )
 def test_what_does_not_compile_or_differs_leaves_torchs_kernels_and_says_so_once(compiler, reason, compile_as, caplog):
     compile_as(compiler)
@@ -121,6 +125,13 @@ def test_what_does_not_compile_or_differs_leaves_torchs_kernels_and_says_so_once
     passes(50)
     lines = [line for line in said(caplog) if "using torch's kernels" in line]
     assert len(lines) == 1 and reason in lines[0]
+
+
+def test_what_rounds_less_often_is_taken(compile_as, caplog):
+    results = lambda found: found.bfloat16() if isinstance(found, torch.Tensor) else tuple(x.bfloat16() for x in found)
+    compile_as(lambda case: lambda *rows: results(case.function(*(x.float() for x in rows))))
+    passes(40)
+    assert sorted(line.split()[0] for line in said(caplog) if "compiled to one kernel" in line) == ALL
 
 
 def test_where_torch_compile_is_off_nothing_is_said_to_be_compiled(compile_as, caplog, monkeypatch):

@@ -537,6 +537,7 @@ def test_the_sizes_of_a_mesh_are_those_of_all_roles_and_must_give_torchruns_proc
     sizes = loop.data_parallel_replicate_size, loop.context_parallel_size, loop.max_tokens_per_microbatch
     assert (*sizes, loop.tensor_parallel_size) == (*expected, 1)[:4] and not made.offload_to_cpu
     assert made.rollout.max_prompt_length == expected[2] - 16
+    assert translate_command("ppo", [*command, "actor.offload_model=true"]).offload_to_cpu
 
 
 def test_the_budget_of_supervised_training_is_that_of_all_processes_of_a_pass(monkeypatch):

@@ -45,6 +45,14 @@ def test_what_an_observer_requests_on_rank_0_all_ranks_do():
     assert together(2, stopped) == [1, 1]
 
 
+def test_rows_that_differ_only_in_what_rewards_read_are_refused_before_a_step():
+    def trained(ranks):
+        learner(ranks).train(rows(6, answer=["1"] * 5 + [str(ranks.rank)]))
+
+    for error in together(2, trained):
+        assert "rank 1 has another data set than rank 0: other columns" in str(error)
+
+
 def test_observers_are_notified_on_rank_0_only():
     def notified(ranks):
         seen = []

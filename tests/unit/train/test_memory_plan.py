@@ -37,6 +37,7 @@ from whet.train.memory_plan import (
     longest_row,
     measure_model,
     plan_memory,
+    ways_to_fit,
     with_settings,
 )
 from whet.train.optimizer import Optim
@@ -217,6 +218,15 @@ def test_vllm_has_weights_of_its_own_and_a_cache_in_tokens(tmp_path):
     assert parts["weights of vLLM"] == (2.0 * sizes.parameters, 0.0)
     assert parts["workspace and graphs of vLLM"] == (VLLM_BYTES, VLLM_BYTES / 2)
     assert choose_settings(config, 24 * GB).rollout.kv_cache_tokens == 4 * 128
+    adapted = load_run([*words, "actor.lora.r=8"])
+    sizes = measure_model(adapted.actor, trained=True)
+    own = plan_memory(adapted, sizes)
+    assert "rollout.vllm.share_weights=true" in ways_to_fit(adapted, own.parts[0])
+    shared = load_run([*words, "actor.lora.r=8", "rollout.vllm.share_weights=true"])
+    plan = plan_memory(shared, sizes)
+    assert (own.rollout - plan.rollout, own.update - plan.update) == (2.0 * sizes.parameters, 0.0)
+    assert plan_memory(shared, sizes, num_processes=2) == plan_memory(adapted, sizes, num_processes=2)
+    assert "share_weights" not in ways_to_fit(shared, plan.parts[0])
     share = load_run([*words, "rollout.vllm.hbm_utilization=0.3"])
     assert choose_settings(share, 24 * GB).rollout.kv_cache_tokens is None
 
@@ -415,6 +425,10 @@ def test_the_command(tmp_path, capsys):
     mesh = ["num_processes=8", "trainer.data_parallel_replicate_size=2", "trainer.context_parallel_size=2"]
     assert main(["plan", f"model={save_config(tmp_path / 'small')}", "memory_gb=80", *mesh]) == 0
     assert "  each of 8 processes: a shard of 4, a pass with 1 other" in capsys.readouterr().out
+    assert main(["plan", f"model={model}", "memory_gb=80", "num_processes=8", "offload_to_cpu=true"]) == 0
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "host" in x]
+    assert line == ("  8.0 GB of each process in the memory of its host: shards of weights 2.0, adamw moments 4.0, "
+                    "gradients 2.0")  # fmt: skip
     nf4 = ["num_processes=2", "actor.lora.r=4", "actor.quantization=nf4"]
     for words, message in (
         ([], "no model; write model="),
@@ -443,6 +457,13 @@ def test_several_processes_share_what_the_mesh_says(tmp_path):
     assert eight["shards of weights"].update == halves["shards of weights"].update / 2 == sizes.parameters / 2
     assert eight["adamw moments"].update == one["adamw moments"].update / 8
     assert eight["gathered weights"].rollout == one["weights"].rollout > 8 * eight["gathered weights"].update / 2
+    offloaded, all_off = parts("offload_to_cpu=true"), parts("offload_to_cpu=true", "trainer.sync_each_microbatch=true")
+    for name in ("shards of weights", "adamw moments"):
+        assert (offloaded[name].rollout, offloaded[name].update, offloaded[name].host) == (0, 0, eight[name].update)
+    assert offloaded["gradients"].update == eight["gradients"].update
+    assert all_off["gradients"].host == offloaded["gradients"].host == 4 * sizes.parameters / 8
+    assert all_off["gradients"].update < parts("trainer.sync_each_microbatch=true")["gradients"].update
+    assert not any(p.host for p in parts("offload_to_cpu=true", n=1).values())
     tokens = parts(mesh("context_parallel", 4))
     assert tokens["activations"].update == one["activations"].update / 4 and tokens.keys() == eight.keys()
     assert plan_memory(load_run(words[:3]), sizes, num_processes=8, memory=80 * GB).peak <= 80 * GB
