@@ -383,6 +383,60 @@ def vllm(device: Any) -> dict[str, Any]:
     return {**backends, "freed": freed, "greedy as the embedded engine's": f"{equal} of {len(own)}"}
 
 
+def shared(device: Any) -> dict[str, Any]:
+    """LoRA's frozen weights as views of vLLM's tensors: they stay while its KV goes, and the gradients are the same."""
+    import importlib.util
+
+    import torch
+
+    from whet.config import RolloutConfig, VLLMOptions
+
+    if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("peft") is None:
+        raise SkipError("vLLM or peft is not installed")
+    import peft
+
+    from whet.rollout.vllm import VLLMEngine
+
+    lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model: Any = peft.inject_adapter_in_model(lora, _model("Qwen3", device)).to(device, torch.bfloat16)
+    for name, p in model.named_parameters():
+        p.requires_grad_("lora_" in name)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    values = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    free = lambda: torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+    def gradients() -> list[Any]:
+        logits = model(torch.arange(64, device=device)[None]).logits
+        return [g.cpu() for g in torch.autograd.grad(logits.float().square().mean(), [p for _, p in trained])]
+
+    def is_kept() -> bool:
+        return all(torch.equal(p.detach().cpu(), values[name]) for name, p in model.named_parameters())
+
+    wanted = gradients()
+    options = RolloutConfig(max_batch_size=24, max_prompt_length=128, vllm=VLLMOptions(share_weights=True))
+    engine = VLLMEngine(model, decode=lambda ids: "", config=options)
+    try:
+        base, first = sum(p.nbytes for p in model.parameters() if not p.requires_grad), _drawn(engine)
+        share = engine.shared_bytes / base
+        need(share == 1 or (device.type == "cpu" and share > 0), f"only {share:.1%} of the bytes are shared")
+        awake = free()
+        engine.sleep()
+        freed = free() - awake
+        need(device.type != "cuda" or freed > 0, "a sleep frees nothing")
+        need(is_kept(), "the weights are others while vLLM sleeps")
+        asleep = gradients()
+        engine.wake_up()
+        engine.update_weights(1, iter(trained))
+        need(is_kept(), "the weights are others after vLLM woke")
+        again, found = _drawn(engine), {"bytes": base, "shared": share, "freed": freed}
+    finally:
+        engine.close()
+    need(is_kept(), "the weights are others after vLLM was closed")
+    need(all(torch.equal(a, b) for a, b in zip(wanted, asleep, strict=True)), "the gradients differ while vLLM sleeps")
+    need(again == first, f"{sum(a == b for a, b in zip(first, again))} of {len(first)} completions are equal")
+    return {**found, **engine.backends}
+
+
 def masked(device: Any) -> dict[str, Any]:
     """Grouped heads under a mask: neither scores nor repeated keys are held."""
     import torch
@@ -572,7 +626,7 @@ CHECKS: dict[str, Callable[[Any], dict[str, Any]]] = {
     f.__name__: f
     for f in (
         captures, engines, second_device, fallback, threads, flex, varlen, compiled, tokens, adapters, kept, masked,
-        rest, vllm, blocking, sanitizer, kernels, recipe, update, offload,
+        rest, vllm, shared, blocking, sanitizer, kernels, recipe, update, offload,
     )
 }  # fmt: skip
 """By name, in order: what would give wrong tokens or end a run, then memory, then speed."""

@@ -1,5 +1,6 @@
 """vLLM behind the contract, against transformers: run in an environment that has it, `pytest -m vllm tests/engines`."""
 
+import importlib
 import importlib.util
 import random
 
@@ -17,7 +18,9 @@ from tiny import VOCABULARY, build, drain, letters, prompts, requests, run
 
 from whet import GRPOConfig, GRPOLearner
 from whet.config import RolloutConfig
+from whet.config.lora import LoraConfig
 from whet.errors import ConfigError, EngineError
+from whet.models.lora import add_adapter
 from whet.ops.logits_processors import process_logits
 from whet.ops.logprobs import selective_log_softmax
 from whet.rollout.base import Request, Sampling, sampling_processors
@@ -337,9 +340,92 @@ def test_half_precision_is_that_of_the_module(make):
     assert np.mean(apart) < 0.05
 
 
+def adapted(model):
+    """The model with an adapter that adds something."""
+    add_adapter(model, LoraConfig(r=5))
+    return moved(model, 1)
+
+
+def moved(model, seed):
+    """The model with another adapter. Args: seed: of its numbers."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.2)
+    return model
+
+
+def trained(model):
+    return ((n, p.detach()) for n, p in model.named_parameters() if p.requires_grad)
+
+
+def pack_nothing(monkeypatch):
+    """Makes vLLM's linear layers on a CPU multiply by the weights as they are, as on a GPU."""
+    utils = importlib.import_module("vllm.model_executor.layers.utils")
+
+    def multiply_plainly(layer, remove_weight):
+        layer.cpu_linear = torch.nn.functional.linear
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", multiply_plainly)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "packs"), [("llama", False, False), ("qwen3", True, False), ("qwen3", False, True)]
+)
+def test_an_adapter_beside_shared_weights(make, monkeypatch, caplog, family, tied, packs):
+    if not packs:
+        pack_nothing(monkeypatch)
+    model = adapted(build(family, gain=3.0, head_dim=32, max_position_embeddings=512, tie_word_embeddings=tied))
+    frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    before = {n: p.detach().clone() for n, p in frozen.items()}
+    with caplog.at_level("INFO", "whet"):
+        made = make(model, vllm={"share_weights": True})
+    tensors = made._llm.apply_model(lambda m: dict(m.named_parameters()))[0].values()
+    storages = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
+    own = {n for n, p in frozen.items() if p.untyped_storage().data_ptr() not in storages}
+    packed = {n for n in frozen if "_proj" in n and n.endswith("weight")} if packs else set()
+    assert own == packed and f"{len(own)} of {len(frozen)} tensors are copies" in caplog.text
+    work = requests(prompts(), GREEDY, group=2)
+    agree(made, model, work)
+    first = run(made, work)
+    for version in (1, 2):
+        made.update_weights(version, trained(moved(model, version + 1)))
+        agree(made, model, work)
+    assert any(run(made, work)[i].tokens.tolist() != first[i].tokens.tolist() for i in first)
+    with pytest.raises(EngineError, match="leave out lora_A"):
+        made.update_weights(3, iter(()))
+    made.close()
+    assert all(torch.equal(p, before[n]) for n, p in frozen.items())
+    assert not {p.untyped_storage().data_ptr() for p in frozen.values()} & storages
+
+
+def test_the_cache_is_given_up_as_far_as_a_cpu_can(make, monkeypatch):
+    pack_nothing(monkeypatch)
+    made = make(adapted(sharp()), vllm={"share_weights": True})
+    run(made, requests(prompts(), GREEDY))
+    made._sleeps = True
+    with pytest.raises(RuntimeError, match="discard is not supported on CPU"):  # the last of what it does
+        made.sleep()
+
+
 def even(completion_ids, **_):
     """Prefers even tokens."""
     return [float(np.mean(np.asarray(ids) % 2 == 0)) for ids in completion_ids]
+
+
+def test_the_samplers_logprobs_stay_the_trainers_with_an_adapter_beside_shared_weights(held):
+    for other in held:
+        other.close()
+    actor = tiny_model(head_dim=32)
+    add_adapter(actor, LoraConfig(r=8))
+    rollout = {**SMALL, "max_tokens_to_generate": 8, "vllm": {"share_weights": True}}
+    made = cluster(actor, engine="vllm", rollout=rollout, lr=5e-2)
+    learner = GRPOLearner(made, GRPOConfig(num_generations=16, beta=0.0, sampler_is="token"), even)
+    run = learner.train([{"prompts": ["1+1=", "2+1="]}] * 4)
+    assert all(row["sampler_trainer/logp_diff_max"] < 1e-4 for row in run.rows)
+    assert made.engine.shared_bytes and max(p.abs().max() for n, p in trained(actor) if "lora_B" in n) > 0.1
+    made.close()
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -33,6 +33,14 @@ class LLM:
     def wake_up(self, tags):
         self.log.append(f"wake {tags[0]}")
 
+    @property
+    def llm_engine(self):
+        return SimpleNamespace(step=lambda: self.log.append("flush"), add_lora=lambda lora: self.log.append("adapter"))
+
+    def release_kv_cache_memory(self):
+        assert self.log[-1] == "flush", "as vLLM, which has requests that ended to tell of"
+        self.log.append("release")
+
     def reset_prefix_cache(self, **options):
         self.log.append("drop")
         return True
@@ -41,10 +49,28 @@ class LLM:
         self.log.append(f"{name}: {len(list(kwargs['weights_iterator']))}")
 
 
-def test_weights_come_between_the_memory_for_them_and_that_for_the_cache():
-    engine, module = object.__new__(VLLMEngine), torch.nn.Linear(2, 2)
+def sleeping_engine(shared=None):
+    """An engine whose vLLM sleeps, as on a GPU. Args: shared: the weights that it shares."""
+    engine = object.__new__(VLLMEngine)
     engine._llm, engine._sleeps, engine._has_weights, engine._asleep, engine._in_flight = LLM(), True, True, False, {}
     engine._names, engine._done = SimpleNamespace(complete=iter), []
+    engine._shared, engine._adapter_folder = shared, ""
+    return engine
+
+
+def test_shared_weights_stay_while_the_cache_goes():
+    engine = sleeping_engine(SimpleNamespace(write_adapter=lambda weights, folder: list(weights)))
+    engine.sleep(), engine.sleep()
+    engine.wake_up()
+    assert engine.step() == []  # without an update: the weights are there
+    engine.update_weights(1, iter([("lora_A", torch.ones(1))]))
+    engine.sleep(), engine.wake_up()
+    asleep = ["drop", "sleep 0", "flush", "release", "wake kv_cache"]
+    assert engine._llm.log == [*asleep, "adapter", "drop", *asleep]
+
+
+def test_weights_come_between_the_memory_for_them_and_that_for_the_cache():
+    engine, module = sleeping_engine(), torch.nn.Linear(2, 2)
     weights = lambda: iter(module.state_dict().items())
     engine.sleep(), engine.sleep()
     with pytest.raises(EngineError, match="call wake"):
@@ -69,7 +95,7 @@ class Core:
         self.request_states, self.external_req_ids, self.returned = {}, {}, 0
         self.output_processor = self
 
-    def add_request(self, name, prompt, params):
+    def add_request(self, name, prompt, params, lora_request):
         drawn = SimpleNamespace(output_token_ids=[])
         logprobs = SimpleNamespace(logprobs=SimpleNamespace(logprobs=[]))
         state = SimpleNamespace(name=name, detokenizer=drawn, logprobs_processor=logprobs, params=params)
@@ -109,6 +135,7 @@ def test_a_request_is_read_once_and_what_it_drew_before_where_that_is_needed(mon
         SamplingParams=SimpleNamespace, sampling_params=SimpleNamespace(RequestOutputKind=KINDS)
     )
     engine._llm, engine._extra, engine._in_flight, engine._done = SimpleNamespace(llm_engine=core), {}, {}, []
+    engine._shared, engine._adapter_folder = None, ""
     engine._decode, engine._stats, engine.version, engine._asleep, engine._has_weights = (
         None,
         EngineStats(),

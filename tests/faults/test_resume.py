@@ -46,11 +46,10 @@ def rows_written(folder):
     return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
-def wait_for(condition, alive, limit_s=60.0):
-    """Waits until the condition holds; fails where the process ends first."""
-    end = time.monotonic() + limit_s
+def wait_for(condition, alive):
+    """Waits until the condition holds; fails where the process ends first. A run that hangs meets the test's limit."""
     while not condition():
-        assert alive() and time.monotonic() < end, "the run ended before it could be killed"
+        assert alive(), "the run ended before it could be killed"
         time.sleep(0.001)
 
 

@@ -36,6 +36,9 @@ class VLLMOptions:
     """Maximum number of tokens of one step of vLLM's scheduler."""
     max_num_seqs: Size | None = None
     """Maximum number of completions that are decoded at the same time; None = max_batch_size."""
+    share_weights: Bool = False
+    """With LoRA, one copy of the frozen weights for vLLM and the trainer: vLLM computes with the adapter beside them.
+    Else it has a copy of its own, with the adapter merged."""
     kwargs: Tree = field(default_factory=dict)
     """More arguments of vLLM's LLM; they override whet's."""
     sampling_kwargs: Tree = field(default_factory=dict)

