@@ -407,7 +407,12 @@ def _select_split(rows: Any, split: str | None, source: Any) -> Any:
         return rows[_eval_split(rows, source)]
     if split not in rows:
         names = [str(name) for name in rows]
-        raise DataError(f"{_describe(source)} has no split {split!r}{nearest(split, names)}; it has {', '.join(names)}")
+        fix = ""
+        if all(isinstance(v, list | tuple) and v and not isinstance(v[0], Mapping) for v in rows.values()):
+            fix = "; if these are columns, pass datasets.Dataset.from_dict(...), or a list of dicts"
+        raise DataError(
+            f"{_describe(source)} has no split {split!r}{nearest(split, names)}; it has {', '.join(names)}{fix}"
+        )
     return rows[split]
 
 

@@ -209,7 +209,9 @@ def _describe(played: Sequence[_Played]) -> Iterator[str]:
         of = [p for p in played if p.agent == agent]
         turns = [p.info["turns"] for p in of]
         shown = ", ".join("failed" if p.error else f"{p.total:.4g}" for p in of)
-        yield f"{agent}: {min(turns)} to {max(turns)} turns; rewards {shown}"
+        least, most = min(turns), max(turns)
+        counted = f"{least} to {most} turns" if least < most else f"{most} turn{'s' * (most != 1)}"
+        yield f"{agent}: {counted}; rewards {shown}"
 
 
 def _failures(played: Sequence[_Played]) -> Iterator[str]:
@@ -259,7 +261,7 @@ def _leaks(played: Sequence[_Played], gold: str) -> Iterator[str]:
     for p in played:
         row, answer = p.group.prompt.row, str(p.group.prompt.columns.get(gold, ""))
         if p.agent == "empty" and answer and any(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", t) for t in p.told):
-            yield f"row {row}: the environment tells an agent that says nothing the answer {answer!r:.60}"
+            yield f"row {row}: the environment tells the answer {answer!r:.60} to an agent that says nothing"
 
 
 def _differing(played: Sequence[Sequence[_Played]]) -> Iterator[str]:

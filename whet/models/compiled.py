@@ -107,6 +107,8 @@ def _kernel(case: _Case) -> Callable[..., Any] | None:
         if torch._dynamo.config.disable:  # private: if it is gone, nothing is compiled
             raise RuntimeError("TORCHDYNAMO_DISABLE is set")
         run = run_in_thread(case.device, compile_and_compare)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # no fault of the kernel: it is tried again
+        raise
     except Exception as error:  # export, inductor, triton and its C compiler have many exception classes
         reason = format_exception(error, 200)
         log.warning("%s: using torch's kernels for gates and rotary embeddings from now on: %s", what, reason)
@@ -145,7 +147,7 @@ def _compile(case: _Case) -> Callable[..., Any]:
 @torch.no_grad()
 def _compare(run: Callable[..., Any], case: _Case) -> None:
     """Compares what was compiled with the function itself. Raises: ValueError: it is further from the exact numbers."""
-    for rows in (_draw(case, MIN_ROWS), _draw(case, MIN_ROWS + 3)):
+    for rows in (_draw(case, 64), _draw(case, 67)):  # few, since memory may be short
         found = run(*rows), case.function(*rows), case.function(*(x.double() for x in rows))
         for a, b, exact in zip(*((x,) if isinstance(x, Tensor) else x for x in found)):
             ours, torchs = (float((x - exact).square().mean().sqrt()) for x in (a, b))

@@ -113,6 +113,8 @@ def test_a_split_or_a_source_that_is_not_there_is_named(folder, source):
     write(folder / "data" / "train.jsonl", TALKS)
     with pytest.raises(DataError, match=r"has no split 'valid'|no file or folder 'nothing.jsonl'"):
         load_rows(source)
+    with pytest.raises(DataError, match=r"it has prompt, answer; if these are columns, pass datasets"):
+        load_rows({"prompt": ["a"], "answer": ["1"]})
 
 
 def stream(tokenizer, rows, **more):

@@ -60,7 +60,7 @@ def checked(kind, template=TOOLS, *, answers=("7", "12"), reward=None, end="<|im
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_sound_environment_has_no_problem_and_a_rewriting_template_is_told(name):
     facts, problems = checked(Guess, TEMPLATES[name], end=ENDS.get(name, "<|im_end|>"))
-    assert "gold: 1 to 1 turns; rewards 1, 1" in facts and "empty: 3 to 3 turns; rewards 0, 0" in facts
+    assert "gold: 1 turn; rewards 1, 1" in facts and "empty: 3 turns; rewards 0, 0" in facts
     assert "silent: " in facts and "garbage: " in facts and "step of Guess: at most 0." in facts
     forks = name == "qwen3"  # it shows that a turn had no thinking
     assert ("rewrites earlier turns" in problems) is forks and len(problems.splitlines()) == forks
@@ -68,7 +68,7 @@ def test_a_sound_environment_has_no_problem_and_a_rewriting_template_is_told(nam
 
 def test_a_caller_plays_an_environment_with_tools():
     facts, problems = checked(Till)
-    assert "caller: 3 to 3 turns; rewards 0, 0" in facts and "the tools of Till: at most" in facts and not problems
+    assert "caller: 3 turns; rewards 0, 0" in facts and "the tools of Till: at most" in facts and not problems
 
 
 def told_the_answer(self, message):
@@ -77,7 +77,7 @@ def told_the_answer(self, message):
 
 NUMBERS = itertools.count()
 FAULTS = {
-    "leak": ({"step": told_the_answer}, r"row 0: the environment tells an agent that says nothing the answer '7'"),
+    "leak": ({"step": told_the_answer}, r"row 0: the environment tells the answer '7' to an agent that says nothing"),
     "chance": ({"step": lambda self, message: str(random.random())}, "a second episode with the same turns went"),
     "chance of the reward": ({"get_reward": lambda self: next(NUMBERS)}, "row 0, agent gold: a second episode"),
     "no spread": ({"get_reward": lambda self: 1.0}, "all agents have the same reward in each row"),
@@ -134,7 +134,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     words = ["env", "check", "tokenizer=byte", "data=data.jsonl", "data.apply_chat_template=true"]
     assert main([*words, "rollout.env_path=env.py", "rollout.max_turns=2", "rows=2"]) == 0
     printed = capsys.readouterr().out
-    assert "gold: 1 to 1 turns; rewards 1, 1\nempty: 2 to 2 turns; rewards 0, 0" in printed
+    assert "gold: 1 turn; rewards 1, 1\nempty: 2 turns; rewards 0, 0" in printed
     assert "problem: 2 tools are named 'look'" in printed
     assert main([*words, "rows=0"]) == 2 and "rows=0: expected how many rows to play" in capsys.readouterr().err
     assert main(words) == 2 and "write rollout.env_path=file.py" in capsys.readouterr().err

@@ -140,6 +140,17 @@ def test_what_does_not_compile_or_differs_leaves_torchs_kernels_and_says_so_once
     assert len(lines) == 1 and reason in lines[0]
 
 
+def test_memory_that_is_out_is_no_fault_of_the_kernel(compile_as, caplog):
+    def full(case):
+        raise torch.OutOfMemoryError("full")
+
+    compile_as(full)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            passes(40)
+    assert not said(caplog)
+
+
 def test_what_rounds_less_often_is_taken(compile_as, caplog):
     results = lambda found: found.bfloat16() if isinstance(found, torch.Tensor) else tuple(x.bfloat16() for x in found)
     compile_as(lambda case: lambda *rows: results(case.function(*(x.float() for x in rows))))
