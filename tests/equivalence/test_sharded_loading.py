@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from families import PACKABLE, REFUSED, tiny
 from helpers import full
 from mesh_programs import biased_model, join
 from processes import as_torchrun, free_port, needs_gloo, start, wait
@@ -28,8 +29,9 @@ from whet.models.heads import add_score_head
 from whet.models.load import load_model, save_model
 from whet.models.weight_files import in_file
 from whet.parallel.fsdp import FSDPPlacement
-from whet.parallel.loading import load_sharded
+from whet.parallel.loading import load_sharded, receive
 from whet.parallel.mesh import make_mesh
+from whet.parallel.ranks import Ranks
 from whet.train.supervised_models import SupervisedModels
 from whet.train.worker import ModelWorker
 
@@ -164,6 +166,15 @@ def facts(loaded, worker):
     return found, (config, type(module), [getattr(loaded, name) for name in SAME])
 
 
+def assert_same(one, other, what):
+    """Both are results of `facts`."""
+    (found, settings), (expected, expected_settings) = one, other
+    assert settings == expected_settings and found.keys() == expected.keys(), what
+    for key, (values, trained) in expected.items():
+        assert found[key][1] is trained and found[key][0].dtype is values.dtype, (what, key)
+        assert torch.equal(found[key][0], values), (what, key)
+
+
 def compare_ways(rank, size, folder, meshes, names):
     """Loads each model in both ways on each mesh, and compares them bit by bit."""
     ranks = join(rank, size, folder)
@@ -187,11 +198,7 @@ def compare_ways(rank, size, folder, meshes, names):
             logging.getLogger("whet").removeHandler(handler)
             sent = [line for line in lines if line.startswith("rank 0 reads all weights of ")]
             assert len(sent) == len(reason) * (rank == 0) and all(reason[0] in line for line in sent), (name, lines)
-            (found, settings), (expected, other) = ways
-            assert settings == other and found.keys() == expected.keys(), name
-            for key, (values, trained) in expected.items():
-                assert found[key][1] is trained and found[key][0].dtype is values.dtype, (name, key)
-                assert torch.equal(found[key][0], values), (mesh, name, key)
+            assert_same(*ways, (mesh, name))
 
 
 @needs_gloo
@@ -205,6 +212,22 @@ def test_weights_read_by_each_rank_are_those_that_rank_0_sends(tmp_path, size, m
     """Each mesh is (context_parallel_size, data_parallel_replicate_size, tensor_parallel_size)."""
     save_models(tmp_path)
     wait(start(size, compare_ways, tmp_path, meshes, names), tmp_path, 180)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", [*PACKABLE, *REFUSED])
+def test_a_model_of_any_family_is_read_from_its_files_or_whole(tmp_path, family):
+    """transformers merges experts, of which GptOss has them in one tensor; refused families must run themselves."""
+    tiny(family, torch.bfloat16).save_pretrained(tmp_path)
+    load = functools.partial(load_model, tmp_path, on_cpu=True)
+    loaded = load_sharded(Ranks(), load)
+    if family in REFUSED or family == "Qwen3Moe":
+        assert not any(map(in_file, loaded.module.parameters()))
+    else:
+        assert all(map(in_file, loaded.module.parameters()))
+        receive(loaded.module.parameters(), torch.device("cpu"), Ranks())
+    whole_model = load()
+    assert_same(facts(loaded, loaded), facts(whole_model, whole_model), family)
 
 
 def meet_faults(rank, size, folder):
