@@ -182,7 +182,7 @@ class Run:
         except BaseException as error:
             if self._begun:
                 self._notify("on_run_end", self, error)
-            self._close()
+            self._close(error)
             raise
         return self
 
@@ -586,14 +586,15 @@ class Run:
             if self._begun:
                 self._notify("on_run_end", self, error)
         finally:
-            self._close()
+            self._close(error)
         if instead is not None:
             raise instead from error
         if error is None:
             self._check_observers()
 
-    def _close(self) -> None:
-        self._signals.uninstall()
+    def _close(self, error: BaseException | None) -> None:
+        # torchrun ends the others as soon as one process has, which would end this one before it says why it fails
+        self._signals.uninstall(keep_sigterm=self.ranks.size > 1 and isinstance(error, Exception))
         for trainer in self.roles.trainers.values():
             trainer.listeners = [fn for fn in trainer.listeners if fn != self._on_update]
         if self.timeline is not None:  # after an error, when the other processes may not answer: this one's spans

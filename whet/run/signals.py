@@ -93,10 +93,10 @@ class SignalHandler:
                 self._previous[number] = default
                 signal.signal(number, self._handle)
 
-    def uninstall(self) -> None:
-        """Restores the previous handlers."""
+    def uninstall(self, *, keep_sigterm: bool = False) -> None:
+        """Restores the previous handlers. Args: keep_sigterm: SIGTERM has no effect from now on."""
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, (lambda *_: None) if keep_sigterm and number == signal.SIGTERM else handler)
         self._previous = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

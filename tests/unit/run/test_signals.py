@@ -43,6 +43,13 @@ def test_the_first_signal_is_a_wish_that_is_said_once(handler, number, caplog):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_sigterm_does_not_end_a_process_that_is_about_to_say_why_it_fails(handler, caplog):
+    handler.uninstall(keep_sigterm=True)
+    signal.raise_signal(signal.SIGTERM)
+    assert not caplog.records and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def test_what_others_handle_or_ignore_is_left_to_them(tmp_path):
     mine, log = (lambda *_: None), (tmp_path / "log").open("w")
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGTERM, mine)  # nohup; a program's own
