@@ -1,5 +1,6 @@
 import math
 import weakref
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -311,6 +312,7 @@ class Shard(torch.Tensor):
     """A shard, of which a process may have no more than one whole tensor at a time."""
 
     whole: ClassVar[list] = []
+    device_mesh = SimpleNamespace(device_type="cpu")
 
     def full_tensor(self):
         assert not [ref for ref in self.whole if ref() is not None]
