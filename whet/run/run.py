@@ -592,7 +592,7 @@ class Run:
         if error is None:
             self._check_observers()
 
-    def _close(self, error: BaseException | None) -> None:
+    def _close(self, error: BaseException | None = None) -> None:
         # torchrun ends the others as soon as one process has, which would end this one before it says why it fails
         self._signals.uninstall(keep_sigterm=self.ranks.size > 1 and isinstance(error, Exception))
         for trainer in self.roles.trainers.values():

@@ -54,6 +54,7 @@ class Count:
     """A stream of numbers."""
 
     batch_size, num_epochs, batches_per_epoch = 1, None, None
+    digest = columns_digest = 0
 
     def __init__(self):
         self.batch = self.epoch = 0

@@ -257,7 +257,7 @@ def test_a_run_that_cannot_open_closes_what_it_has_opened(make, tmp_path, monkey
     with pytest.raises(RewardError), run:
         monkeypatch.setattr(run.progress, "__exit__", lambda *a: closed.append("bar"), raising=False)
         uninstall = run._signals.uninstall
-        monkeypatch.setattr(run._signals, "uninstall", lambda: (closed.append("signals"), uninstall()))
+        monkeypatch.setattr(run._signals, "uninstall", lambda **how: (closed.append("signals"), uninstall(**how)))
         raise RewardError
     assert closed == ["signals", "bar"]
 
