@@ -56,7 +56,8 @@ def whole(load):
 
 
 def load_three_times(rank, size, folder, port):
-    """Loads a tiny model, which imports and opens all that is needed, the one that is measured, and it on rank 0."""
+    """Loads a tiny model of as many layers, after which only weights need more memory, the one that is measured, and it
+    on rank 0."""
     as_torchrun(rank, size, port)
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: memory that was freed does not stay with the process
         libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
@@ -79,8 +80,8 @@ def load_three_times(rank, size, folder, port):
 @needs_gloo
 @pytest.mark.timeout(200)
 def test_a_rank_holds_its_shards_and_one_layer_while_a_model_is_loaded(tmp_path, tokenizer):
-    save_llama(tmp_path / "model", 256, 36)
-    save_llama(tmp_path / "tiny", 16, 1)
+    save_llama(tmp_path / "model", 256, 48)
+    save_llama(tmp_path / "tiny", 16, 48)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     wait(start(2, load_three_times, tmp_path, free_port()), tmp_path)
     saved = LlamaForCausalLM.from_pretrained(tmp_path / "model")
