@@ -33,8 +33,8 @@ def test_gradients_are_those_of_one_process_and_context_parallelism_divides_acti
             found, peaks[mesh, rank] = torch.load(tmp_path / f"{rank}-{'-'.join(map(str, mesh))}.pt")
             assert {*models_of(mesh, every)} == {name.split(", ")[0] for name in found if "," in name}
             for name, tensor in found.items():
-                # a bias of keys moves all scores of a query nearly alike, so the terms of its gradient cancel: their size is
-                # that of the weight's gradient, which has them too
+                # a bias of keys moves all scores of a query nearly alike, so the terms of its gradient cancel; the
+                # gradient of the weight shows their size
                 limit = 1e-5 * one[name.replace("k_proj.bias", "k_proj.weight")].abs().max()
                 assert (tensor - one[name]).abs().max() <= limit > 0, (mesh, rank, name)
     alone = next(mesh for mesh in meshes if mesh[0] == 1)
