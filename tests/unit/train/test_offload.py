@@ -100,6 +100,12 @@ def test_places_of_one_buffer_per_dtype_are_kept():
     offload.to_host(tensors)
     assert [t.data_ptr() for t in tensors][:2] == places[:2] and torch.equal(tensors[1], before[1] + 1)
     assert len(offload._pinned._places) == 5
+    offload.to_device(tensors)
+    tensors[0].data, tensors[1].data = tensors[0].contiguous(), tensors[1].double() / 3  # these take new places
+    before = [t.clone() for t in tensors]
+    offload.to_host(tensors)
+    for t, b in zip(tensors, before):
+        assert torch.equal(t, b) and (t.dtype, t.stride()) == (b.dtype, b.stride())
     offload.clear()
     assert not len(offload._pinned._places)
 
@@ -165,6 +171,8 @@ def test_a_reference_is_on_its_device_while_it_scores_alone():
         assert torch.equal(away.logprobs(batch(seed)).logprobs, plain.logprobs(batch(seed)).logprobs)
         assert moves.taken() == [(DEVICE, SIZE), (HOST, SIZE)]
     assert away.device == DEVICE
+    with away.rollout_weights():  # engines read them
+        assert moves.taken() == [(DEVICE, SIZE)]
 
 
 def test_a_reference_leaves_also_after_an_error(monkeypatch):
