@@ -103,6 +103,7 @@ def test_a_pass_gathers_each_layer_twice_and_an_update_reduces_it_once(processes
             pass
 
     assert counts(sample) == ({} if SIZE == replicas else {"allgather_base": LAYERS + 1})
+    assert counts(lambda: worker.forward_backward(batch, loss)) == expected  # as before
 
 
 def test_tensor_parallelism_sums_twice_a_layer_forward_and_twice_backward(processes):
@@ -184,6 +185,8 @@ def test_a_process_holds_what_the_plan_of_memory_says(processes, tmp_path, repli
     for p in worker.module.parameters():
         assert isinstance(p.grad, DTensor)
         p.grad.to_local().fill_(1.0)  # fake processes send nothing: what was received is any memory, perhaps NaN
+    worker.logprobs(batch)
+    assert all(isinstance(p, DTensor) for p in worker.module.parameters())  # it has its shards alone again
     rehearsed = sum(len(x) for x in _optimizer_state(worker))
     worker.optim_step()
     moments = [x for state in worker.optim.optimizer.state.values() for x in state.values() if x.numel() > 1]

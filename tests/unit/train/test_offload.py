@@ -276,10 +276,11 @@ def test_a_teacher_is_there_for_the_updates_that_learn_from_it():
     found = []
     for teacher in (away, here):
         student = ModelWorker(load_model(tiny_model()), optim=OptimConfig())
-        metrics = student.forward_backward(
-            batch(), lambda x: (x.need("divergence"), {}), divergence=Divergence(teacher, 0.5)
-        )
+        loss, needs = lambda x: (x.need("divergence"), {}), {"divergence": Divergence(teacher, 0.5)}
+        evaluated = student.evaluate(batch(), loss, **needs)
+        metrics = student.forward_backward(batch(), loss, **needs)
+        assert metrics["loss"].value == evaluated["loss"].value
         found.append((metrics["loss"].value, {n: p.grad for n, p in student.module.named_parameters()}))
     (loss, ours), (other, theirs) = found
     assert loss == other > 0 and same(ours, theirs)
-    assert [place for place, _ in moves.taken()] == [DEVICE, HOST]
+    assert [place for place, _ in moves.taken()] == [DEVICE, HOST] * 2
