@@ -99,8 +99,9 @@ def test_a_pass_gathers_each_layer_twice_and_an_update_reduces_it_once(processes
     assert counts(worker.optim_step) == {}
 
     def sample():
-        with worker.rollout_weights():
-            pass
+        with worker.rollout_weights() as module:
+            worker.logprobs(batch)  # by itself, with the weights that an engine reads
+            assert not any(isinstance(p, DTensor) for p in module.parameters())
 
     assert counts(sample) == ({} if SIZE == replicas else {"allgather_base": LAYERS + 1})
     assert counts(lambda: worker.forward_backward(batch, loss)) == expected  # as before
@@ -122,6 +123,17 @@ def test_tensor_parallelism_sums_twice_a_layer_forward_and_twice_backward(proces
     assert counts(worker.optim_step) == {"allreduce": 1}  # of the gradients of all norms of q and k
     shards = {name: p.to_local().numel() / p.numel() for name, p in worker.module.named_parameters()}
     assert shards["model.embed_tokens.weight"] == shards["model.layers.0.self_attn.q_proj.weight"] == 1 / SIZE
+    with worker.rollout_weights() as module:
+        whole = [module.lm_head.weight, module.model.layers[0].self_attn.q_proj.weight]
+        assert all(p.untyped_storage().nbytes() == p.nbytes for p in whole)
+    assert not any(p.untyped_storage().nbytes() for p in whole)
+
+
+def test_all_processes_run_the_fast_layers_that_each_has_found(processes, monkeypatch):
+    assert len(make(1, 1).fast_layers) > 0
+    others = lambda self, value: [value, ([], value[1])] if isinstance(value, tuple) else [value] * SIZE
+    monkeypatch.setattr(FakeRanks, "all_gather", others)
+    assert len(make(1, 1).fast_layers) == 0
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
@@ -138,7 +150,10 @@ def test_projections_of_an_adapter_share_the_sum_of_what_they_read(processes, mo
     sent = counts(lambda: worker.forward_backward(batch, loss))["allreduce"]
     once = passes * (LAYERS * 11 + 1)  # the frozen embedding, which layer 0 reads, needs no gradient
     assert sent == once if mode == "none" else sent > once  # a layer that runs again adds its results again
-    assert not any(x._read for x in gc.get_objects() if type(x) is _Inputs)
+    held = lambda: [x for x in gc.get_objects() if type(x) is _Inputs and x._read]
+    assert not held()
+    worker.logprobs(batch)
+    assert not held()
 
 
 def test_gradients_may_be_reduced_in_each_pass(processes):

@@ -586,4 +586,6 @@ def test_a_supervised_run_on_a_gpu_takes_the_plan(tmp_path, monkeypatch):
     assert models.trained.max_tokens == 4096
     models.raise_token_budget(5000)  # as the data need
     assert models.trained.max_tokens == 5120
+    models.raise_token_budget(3000)
+    assert models.trained.max_tokens == 5120
     models.close()

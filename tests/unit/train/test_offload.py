@@ -1,3 +1,4 @@
+import dataclasses
 import gc
 import logging
 import weakref
@@ -246,7 +247,7 @@ def test_a_run_with_reference_and_many_updates_is_the_same_run(monkeypatch):
     assert plain == away and same(expected, found)
 
 
-def test_on_a_cpu_it_is_accepted_and_said_once(caplog):
+def test_on_a_cpu_it_is_accepted_and_said_once(caplog, monkeypatch):
     from whet.cluster import RLCluster
 
     config = ClusterConfig(
@@ -256,6 +257,10 @@ def test_on_a_cpu_it_is_accepted_and_said_once(caplog):
         c = RLCluster(actor=tiny_model(), reference=tiny_model(), tokenizer="byte", cluster_config=config)
     assert caplog.text.count("offload_to_cpu has nothing to do") == 1
     assert {type(w.placement) for w in c.workers.values()} == {Placement}
+    monkeypatch.setattr(c, "device_of", lambda loaded: torch.device("cuda"))
+    loaded = c.actor.loaded
+    assert type(c._placement(loaded)) is OffloadPlacement
+    assert type(c._placement(dataclasses.replace(loaded, is_view=True))) is Placement  # its owner moves the weights
 
 
 def test_a_closed_worker_holds_neither_masters_nor_moments():

@@ -13,6 +13,7 @@ from whet.models.load import load_model
 from whet.ops import LogitsProcessors, clipped_surrogate, clipped_value, token_weights
 from whet.parallel.placement import Placement
 from whet.train.metric_reduction import reduce_metrics
+from whet.train.out_of_memory import BUDGETS, read_budgets, write_budgets
 from whet.train.worker import ModelWorker
 
 REDUCTIONS = {
@@ -176,6 +177,15 @@ def test_an_update_of_several_processes_leaves_a_smaller_budget_for_the_next_sta
     with pytest.raises(torch.OutOfMemoryError, match="planted") as caught:
         worker.logprobs(batch)  # its budget is not that of updates
     assert worker.tokens_after_restart is None and "Scoring ran out" in caught.value.__notes__[0]
+
+
+def test_budgets_for_the_next_start_only_become_smaller_and_damaged_ones_are_none(tmp_path):
+    write_budgets(tmp_path, {"actor": 40, "critic": 9})
+    write_budgets(tmp_path, {"actor": 60})
+    assert read_budgets(tmp_path) == {"actor": 40, "critic": 9}
+    for content, budgets in (('{"actor": 0, "critic": "9", "teacher": 3}', {"teacher": 3}), ("[3]", {}), ("{", {})):
+        (tmp_path / BUDGETS).write_text(content)
+        assert read_budgets(tmp_path) == budgets
 
 
 def test_gradients_of_an_earlier_call_are_not_dropped_for_another_try():
