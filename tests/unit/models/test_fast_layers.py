@@ -178,7 +178,11 @@ def test_a_layer_with_lora_is_eight_products_on_a_gpu_which_round_less_often():
             assert operations.count == count
 
 
-def test_a_layer_with_lora_runs_as_its_own_where_the_formula_is_another():
+def gradient(y, weight):
+    return torch.autograd.grad(y.sum(), weight)[0] if weight.requires_grad else weight
+
+
+def test_a_layer_with_lora_runs_as_its_own_where_the_formula_is_another(monkeypatch):
     model, x = adapted(torch.bfloat16), torch.randn(2, 9, 32, dtype=torch.bfloat16)
     layer, called = model.model.layers[0].mlp.up_proj, []
     own = type(layer).forward
@@ -192,12 +196,40 @@ def test_a_layer_with_lora_runs_as_its_own_where_the_formula_is_another():
     assert not torch.equal(fast_layers._run_adapted(layer, x), own(layer, x))
     layer.lora_dropout["default"].keys = torch.arange(18)
     assert torch.equal(fast_layers._run_adapted(layer, x), own(layer, x))
+    for wide, frozen in ((True, True), (False, False)):  # adapters in fp32; a base that is trained too
+        layer = adapted(torch.bfloat16).model.layers[0].mlp.up_proj
+        layer.get_base_layer().requires_grad_(not frozen)
+        layer.lora_A.to(torch.float32 if wide else torch.bfloat16), layer.lora_B.to(layer.lora_A.default.weight.dtype)
+        results = fast_layers._run_adapted(layer, x), own(layer, x)
+        assert torch.equal(*results) and torch.equal(*(gradient(y, layer.get_base_layer().weight) for y in results))
+    layer = adapted(torch.bfloat16).model.layers[0].mlp.up_proj
+    assert fast_layers._matches_adapter(layer)
+    monkeypatch.setattr(type(layer), "forward", lambda self, x: 1.1 * own(self, x))
+    assert not fast_layers._matches_adapter(layer)
+
+
+def test_what_passes_through_an_adapter_whose_a_is_frozen_has_its_gradient():
+    layer, x = adapted(torch.float64).model.layers[0].mlp.up_proj, torch.randn(9, 32, dtype=torch.float64)
+    layer.lora_A.requires_grad_(False)
+    x.requires_grad_(True)
+    wanted = (x, layer.lora_B.default.weight)
+    found, own = (torch.autograd.grad(y.sum(), wanted) for y in (fast_layers._run_adapted(layer, x), layer(x)))
+    for a, b in zip(found, own):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_gradient_of_a_product_of_gates_is_also_that_of_what_is_added_to_it():
+    gate, up, other = (torch.randn(5, 48, requires_grad=True) for _ in range(3))
+    grad = torch.randn(5, 48)
+    y = fast_layers._GatedProduct.apply(gate, up) + other
+    assert torch.equal(torch.autograd.grad(y, (gate, up, other), grad.clone())[2], grad)
 
 
 def test_layers_of_another_formula_keep_their_own_forward():
     torch.manual_seed(0)
     gemma = Gemma2ForCausalLM(Gemma2Config(**SIZES))  # norms of 1 + w, an MLP of gelu
     assert not [run for _, run in FastLayers(gemma)._layers if run.__name__ != "_run_linear"]
+    assert not FastLayers(gemma.bfloat16().to("meta")) and FastLayers(qwen(torch.bfloat16).to("meta"))
     same(run(gemma, FastLayers(gemma)), run(gemma), 1e-5)
 
 
@@ -250,6 +282,10 @@ def test_processes_keep_the_layers_that_all_have_found():
     assert 0 < len(fast) == len(other) and fast._layers == other._layers
     fast.agree(lambda own: [own, ([("lm_head", "another")], None)])
     assert not fast
+    for others, is_kept in ((3, True), (2, False)):  # rotary functions
+        fast._rotary = [None] * 3
+        fast.agree(lambda own, n=others: [own, ([], n)])
+        assert (fast._rotary is not None) is is_kept
 
 
 def test_in_bf16_logits_are_the_modules_own_and_gradients_at_least_as_near_to_the_exact_ones():

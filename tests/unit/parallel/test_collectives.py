@@ -18,7 +18,7 @@ from whet.models.lora import add_adapter
 from whet.parallel.fsdp import FSDPPlacement
 from whet.parallel.mesh import make_mesh
 from whet.parallel.ranks import Ranks
-from whet.parallel.tensor import _Inputs
+from whet.parallel.tensor import _Inputs, divide_vocabulary, sum_gradients
 from whet.train.memory_plan import measure_model, plan_memory
 from whet.train.rehearsal import _optimizer_state
 from whet.train.role_trainer import RoleTrainer
@@ -134,6 +134,20 @@ def test_all_processes_run_the_fast_layers_that_each_has_found(processes, monkey
     others = lambda self, value: [value, ([], value[1])] if isinstance(value, tuple) else [value] * SIZE
     monkeypatch.setattr(FakeRanks, "all_gather", others)
     assert len(make(1, 1).fast_layers) == 0
+
+
+def test_a_vocabulary_is_divided_where_each_process_has_a_token_of_it(processes):
+    mesh = make_mesh("cpu", SIZE, 1, 1, SIZE).tensor
+    for size, is_divided in ((6, False), (7, True)):  # two on each of the first three processes
+        model = tiny_model(vocab_size=size, eos_token_id=1, pad_token_id=0)
+        divide_vocabulary(model, mesh)
+        assert isinstance(model.lm_head.weight, DTensor) is is_divided
+
+
+def test_large_gradients_are_summed_one_by_one_and_small_ones_together(processes):
+    mesh = make_mesh("cpu", SIZE, 1, 1, 2).tensor
+    grads = [torch.ones(n) for n in (2**20, 3, 5)]
+    assert counts(lambda: sum_gradients(grads, mesh)) == {"allreduce": 2}
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
