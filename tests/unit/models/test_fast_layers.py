@@ -229,8 +229,8 @@ def test_layers_of_another_formula_keep_their_own_forward():
     torch.manual_seed(0)
     gemma = Gemma2ForCausalLM(Gemma2Config(**SIZES))  # norms of 1 + w, an MLP of gelu
     assert not [run for _, run in FastLayers(gemma)._layers if run.__name__ != "_run_linear"]
-    assert not FastLayers(gemma.bfloat16().to("meta")) and FastLayers(qwen(torch.bfloat16).to("meta"))
     same(run(gemma, FastLayers(gemma)), run(gemma), 1e-5)
+    assert not FastLayers(gemma.bfloat16().to("meta")) and FastLayers(qwen(torch.bfloat16).to("meta"))
 
 
 def test_a_hook_on_a_layer_is_called():
