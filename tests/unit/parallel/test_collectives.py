@@ -129,6 +129,14 @@ def test_tensor_parallelism_sums_twice_a_layer_forward_and_twice_backward(proces
     assert not any(p.untyped_storage().nbytes() for p in whole)
 
 
+def test_a_process_samples_with_the_kv_head_that_its_queries_read(processes):
+    worker = make(1, 1, tensor=SIZE)  # two KV heads of four query heads
+    with worker.rollout_weights(parts=True) as module:
+        attention = module.model.layers[0].self_attn
+        rows = {name: len(getattr(attention, name).weight) for name in ("q_proj", "k_proj", "v_proj")}
+        assert rows == {"q_proj": 8, "k_proj": 8, "v_proj": 8}
+
+
 def test_all_processes_run_the_fast_layers_that_each_has_found(processes, monkeypatch):
     assert len(make(1, 1).fast_layers) > 0
     others = lambda self, value: [value, ([], value[1])] if isinstance(value, tuple) else [value] * SIZE
@@ -161,6 +169,7 @@ def test_projections_of_an_adapter_share_the_sum_of_what_they_read(processes, mo
     worker = ModelWorker(loaded, optim=OptimConfig(lr=0.1), placement=placement, max_tokens=60)
     batch = weighted(worker, *((5 + i % 3, (20 + i,)) for i in range(9)))
     passes = len(worker.placement.split_passes(worker.micro_batches(batch, None)))
+    assert all(p.requires_grad == ("lora_" in name) for name, p in worker.module.named_parameters())
     sent = counts(lambda: worker.forward_backward(batch, loss))["allreduce"]
     once = passes * (LAYERS * 11 + 1)  # the frozen embedding, which layer 0 reads, needs no gradient
     assert sent == once if mode == "none" else sent > once  # a layer that runs again adds its results again
