@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import random_batch, tiny_model
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,6 +15,7 @@ from whet.config.lora import LoraConfig
 from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.load import load_model
 from whet.models.lora import add_adapter
+from whet.models.vocabulary import local_rows
 from whet.parallel.fsdp import FSDPPlacement
 from whet.parallel.mesh import make_mesh
 from whet.parallel.ranks import Ranks
@@ -39,8 +40,8 @@ class FakeRanks(Ranks):
 
 
 @pytest.fixture
-def processes():
-    dist.init_process_group("fake", rank=0, world_size=SIZE, store=FakeStore())
+def processes(request):
+    dist.init_process_group("fake", rank=getattr(request, "param", 0), world_size=SIZE, store=FakeStore())
     yield
     dist.destroy_process_group()
 
@@ -142,6 +143,16 @@ def test_all_processes_run_the_fast_layers_that_each_has_found(processes, monkey
     others = lambda self, value: [value, ([], value[1])] if isinstance(value, tuple) else [value] * SIZE
     monkeypatch.setattr(FakeRanks, "all_gather", others)
     assert len(make(1, 1).fast_layers) == 0
+
+
+@pytest.mark.parametrize("processes", [1], indirect=True)
+def test_the_second_of_four_processes_reads_its_part_of_the_rows(processes):
+    parts = {(1, 1): (1, 4), (2, 1): (1, 2), (4, 1): (0, 1), (1, 2): (0, 1)}  # replicas and processes of a matrix
+    assert {sizes: make_mesh("cpu", SIZE, 1, *sizes).row_share for sizes in parts} == parts
+    rows = torch.arange(8.0)[:, None]
+    weight = distribute_tensor(rows, make_mesh("cpu", SIZE, 1, 1, SIZE).tensor, [Shard(0)], src_data_rank=None)
+    assert local_rows(weight, slice(2, 4), is_own=True).tolist() == [[2.0], [3.0]]
+    assert local_rows(weight, slice(2, 3), is_own=True).tolist() == [[2.0]]  # the last ids are of no token
 
 
 def test_a_vocabulary_is_divided_where_each_process_has_a_token_of_it(processes):
