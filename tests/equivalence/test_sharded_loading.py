@@ -30,7 +30,7 @@ from whet.models.heads import add_score_head
 from whet.models.load import load_model, save_model
 from whet.models.weight_files import InFile, in_file
 from whet.parallel.fsdp import FSDPPlacement
-from whet.parallel.loading import load_sharded, receive
+from whet.parallel.loading import _digest, load_sharded, receive
 from whet.parallel.mesh import make_mesh
 from whet.parallel.ranks import Ranks
 from whet.train.supervised_models import SupervisedModels
@@ -253,6 +253,14 @@ def meet_faults(rank, size, folder):
         if rank == 1:  # on a host without the files
             patch.setattr("whet.parallel.loading._digest", lambda file: None)
         assert not any(map(in_file, loads("whole").module.parameters()))
+
+
+def test_files_that_differ_in_length_or_in_the_middle_are_told_apart(tmp_path):
+    zeros, digests = bytes(2**20), set()
+    for name, content in (("a", zeros), ("b", zeros + bytes(9)), ("c", zeros[: 2**19] + b"x" + zeros[: 2**19 - 1])):
+        (tmp_path / name).write_bytes(content)
+        digests.add(_digest(str(tmp_path / name)))
+    assert len(digests) == 3 and _digest(str(tmp_path / "none")) is None
 
 
 def test_what_is_read_is_rounded_as_the_model_is_whatever_its_parameters_are_by_then(tmp_path):
