@@ -28,7 +28,7 @@ from whet.config.lora import LoraConfig
 from whet.errors import ConfigError, OtherRankError
 from whet.models.heads import add_score_head
 from whet.models.load import load_model, save_model
-from whet.models.weight_files import InFile, in_file
+from whet.models.weight_files import InFile, _is_whole, check_finite, in_file
 from whet.parallel.fsdp import FSDPPlacement
 from whet.parallel.loading import _digest, load_sharded, receive
 from whet.parallel.mesh import make_mesh
@@ -253,6 +253,14 @@ def meet_faults(rank, size, folder):
         if rank == 1:  # on a host without the files
             patch.setattr("whet.parallel.loading._digest", lambda file: None)
         assert not any(map(in_file, loads("whole").module.parameters()))
+
+
+def test_a_transposed_square_is_another_tensor_and_numbers_whose_norm_overflows_are_finite():
+    empty = torch.empty(3, 3)
+    assert _is_whole(empty.view(3, 3), empty) and not _is_whole(empty.T, empty)
+    check_finite(torch.full((9,), 3e38), "m", "w")
+    with pytest.raises(ConfigError, match="NaN or infinite numbers in w"):
+        check_finite(torch.tensor([1.0, torch.inf]), "m", "w")
 
 
 def test_files_that_differ_in_length_or_in_the_middle_are_told_apart(tmp_path):
