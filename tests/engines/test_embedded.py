@@ -453,7 +453,7 @@ def test_a_model_without_layout_is_refused_with_the_reason_and_the_way_out():
     import transformers as tf
 
     config = tf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
-    with pytest.raises(ConfigError, match="use engine 'hf'"):
+    with pytest.raises(ConfigError, match="use rollout_engine 'hf'"):
         EmbeddedEngine(tf.BloomForCausalLM(config))
 
 
