@@ -434,9 +434,9 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
     from whet.errors import ConfigError, nearest
 
     if topic and topic != "all":
-        keys = help_text(kind, only=short.get(topic, topic))
+        sections = [f.name for f in dataclasses.fields(kind)]
+        keys = help_text(kind, only=topic if topic in sections else short.get(topic, topic))  # `data` is both
         if not keys:
-            sections = [f.name for f in dataclasses.fields(kind)]
             near = nearest(topic, _sections(kind, short))
             raise ConfigError(
                 f"--help {topic}: there is no such section or key{near}; the sections are {', '.join(sections)}"
