@@ -18,7 +18,7 @@ TIED = "lm_head", "model.embed_tokens"
 def test_two_processes_make_the_update_of_one(tmp_path):
     processes = start(2, one_of, tmp_path, 3)
     try:
-        one = one_update(prompts=3)
+        one = one_update(3, tmp_path / "one")
     finally:
         wait(processes, tmp_path)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
@@ -32,6 +32,8 @@ def test_two_processes_make_the_update_of_one(tmp_path):
             limit = 1e-5 * gradient.abs().max()
             assert (found["gradients"][name] - gradient).abs().max() <= limit > 0, name
         assert gap(found["weights"], one["weights"]) <= 1e-6
+        assert found["exported"].keys() == one["exported"].keys()
+        assert all(w.equal(found["weights"][name].bfloat16()) for name, w in found["exported"].items())
         for sent in found["sent"]:  # what an engine with weights of its own gets
             assert sent and all(
                 type(w) is torch.Tensor and w.equal(found["weights"][n.replace(*TIED)]) for n, w in sent.items()

@@ -6,6 +6,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from helpers import cluster, length_reward, rows, tiny_model
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from whet.config import DataConfig, GRPOConfig, OptimConfig
@@ -40,8 +41,10 @@ def sent(policy, adapters):
     return rollouts.engine.got
 
 
-def one_update(prompts):
-    """A step of one update: gradients before clipping, weights after, numbers, passes, and what was rewarded here."""
+def one_update(prompts, folder):
+    """A step of one update: gradients before clipping, weights after, numbers, passes, what was rewarded here, and what
+    this process reads of the model that all of them have exported.
+    """
     rewarded, plain, is_plain = [], set(), fast_layers._is_plain
 
     def noted(layer):
@@ -77,7 +80,9 @@ def one_update(prompts):
     algo = GRPOConfig(num_generations=3, beta=0.04)
     with mock.patch.object(fast_layers, "_is_plain", noted):
         run = GRPOLearner(c, algo, reward, data=DataConfig(batch_size=prompts)).train(rows(prompts))
+    c.actor.export(folder / "trained", c.tokenizer, dtype="bfloat16")
     return {
+        "exported": load_file(folder / "trained/model.safetensors"),
         "gradients": gradients,
         "weights": {name: whole(p) for name, p in worker.module.named_parameters()},
         "row": {n: x for n, x in run.rows[0].items() if isinstance(x, float) and not n.startswith(VARIES)},
@@ -94,5 +99,5 @@ def one_of(rank, size, folder, prompts):
     """The same as one process of several, over FSDP; what came of it lies in the folder."""
     meeting = f"file://{folder / 'meeting'}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=PATIENCE)
-    torch.save(one_update(prompts), folder / f"{rank}.pt")
+    torch.save(one_update(prompts, folder), folder / f"{rank}.pt")
     dist.destroy_process_group()
