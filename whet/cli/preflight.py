@@ -215,28 +215,34 @@ def _check_watched(trainer: TrainingConfig, evaluates: bool) -> None:
 
 
 def check_rewards(config: RunConfig, train: Any, evaluation: Any) -> None:
-    """Checks reward functions against the data, before a model is loaded.
+    """Checks reward functions and the environment against the data, before a model is loaded.
 
     Args: config: of the run. train, evaluation: rows, ready-made batches or encoded prompts; None = there are none.
-    Raises: ConfigError: a function needs a column that is missing. DataError: a function can't read an answer.
+    Raises: ConfigError: a function, or `reset`, needs a column that is missing. DataError: a function can't read an
+        answer.
     """
+    first = first_row(train)
+    columns: list[str] | None = None
+    if isinstance(first, Prompt):
+        columns = list(first.columns)
+    elif isinstance(first, Mapping):
+        prompt = find_prompt_column(first, config.data.prompt_column)
+        columns = [name for name in first if name != prompt]
+        columns += [ANSWER] if config.data.on_answered == "take_off" else []
+    if columns is not None and config.rollout.env_path is not None:
+        environment = load_script(config.rollout.env_path, turns=config.rollout.max_turns).environment
+        if environment is not None:
+            environment.check_columns(columns)
     if resolve_reward_manager(config.algo.reward_manager) is not RewardManager:
         return  # a reward manager of the user may add columns
     fns = resolve_rewards([name for name in config.reward_names if name != REWARD_MODEL])
     fields = {f.name: getattr(config.algo, f.name) for f in dataclasses.fields(config.algo)}
-    checks: list[Callable[[], Any]] = []
-    first = first_row(train)
-    if isinstance(first, Prompt):
-        checks.append(partial(check_columns, fns, first.columns, fields))
-    elif isinstance(first, Mapping):
-        prompt = find_prompt_column(first, config.data.prompt_column)
-        taken_off = [ANSWER] if config.data.on_answered == "take_off" else []
-        checks.append(partial(check_columns, fns, [*(name for name in first if name != prompt), *taken_off], fields))
+    checks: list[Callable[[], Any]] = [] if columns is None else [partial(check_columns, fns, columns, fields)]
     if config.trainer.on_reward_error == "raise":  # otherwise the run warns
         for rows, what in ((train, "rows"), (evaluation, "evaluation rows")):
             if has_random_access(rows) and not is_batch(first_row(rows), config.data.prompt_column):
-                columns = ((p.row, p.columns) if isinstance(p, Prompt) else (n, p) for n, p in enumerate(rows))
-                checks.append(partial(check_answers, fns, columns, what))
+                numbered = ((p.row, p.columns) if isinstance(p, Prompt) else (n, p) for n, p in enumerate(rows))
+                checks.append(partial(check_answers, fns, numbered, what))
     raise_all(checks)
 
 

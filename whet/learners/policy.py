@@ -19,7 +19,7 @@ from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import DataConfig, PolicyConfig, Role
-from whet.config.base import check_instance
+from whet.config.base import check_instance, check_keywords
 from whet.errors import ConfigError, EngineError, raise_all
 from whet.learners.base import RLLearner
 from whet.learners.config_warnings import warn_about_config
@@ -104,6 +104,7 @@ class PolicyLearner(RLLearner):
 
     algo_config: PolicyConfig
 
+    @check_keywords
     def __init__(
         self,
         cluster: RLCluster,

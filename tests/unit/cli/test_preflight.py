@@ -189,6 +189,9 @@ def test_reward_functions_are_looked_at_beside_the_data_before_a_model_is_loaded
         ]
         assert "a model was loaded" in refused("exact_match", *given)[0]
     assert "a model was loaded" in refused("last_number", "trainer.on_reward_error=none")[0]
+    (tmp_path / "env.py").write_text("class Quiz:\n    def reset(self, gold): ...\n    def get_reward(self): ...\n")
+    said = refused("exact_match", f"rollout.env_path={tmp_path}/env.py:Quiz", *lengths)
+    assert said[0].startswith("reset of Quiz needs 'gold', which is not a column; your columns: answer")
     talk = '{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "4"}]}\n'
     (tmp_path / "rows.jsonl").write_text(talk)
     assert "a model was loaded" in refused("exact_match", "data.on_answered=take_off", *lengths)[0]
