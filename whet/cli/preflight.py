@@ -113,7 +113,9 @@ def _policy_checks(config: RunConfig, unread: Collection[str]) -> Iterator[Check
         if rollout.agent is not None:
             yield "rollout", partial(load_agent, rollout.agent)
     for section in ("actor", "critic", "reference", "teacher", "reward_model"):
-        yield from _role_checks(section, getattr(config, section), trained=section in ("actor", "critic"))
+        yield from _role_checks(
+            section, getattr(config, section), config.trainer, trained=section in ("actor", "critic")
+        )
 
 
 def _supervised_checks(config: SupervisedRunConfig, unread: Collection[str]) -> Iterator[Check]:
@@ -127,9 +129,9 @@ def _supervised_checks(config: SupervisedRunConfig, unread: Collection[str]) -> 
     elif isinstance(algo, SFTConfig):
         yield "", partial(resolve_name, algo.loss_type, SFT_LOSSES, "SFT loss", other_field)
         yield "", partial(resolve_name, algo.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode", other_field)
-    yield from _role_checks(config.TRAINED, config.trained, trained=True)
+    yield from _role_checks(config.TRAINED, config.trained, config.trainer, trained=True)
     if isinstance(config, DPORunConfig):
-        yield from _role_checks("reference", config.reference, trained=False)
+        yield from _role_checks("reference", config.reference, config.trainer, trained=False)
 
 
 def _shared_checks(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
@@ -175,7 +177,7 @@ def _check_resumed_numbers(config: RunConfig | SupervisedRunConfig) -> None:
     check_settings({key: before[key] for key in numbers}, {key: now[key] for key in numbers}, allow=False)
 
 
-def _role_checks(section: str, role: RoleConfig | None, *, trained: bool) -> Iterator[Check]:
+def _role_checks(section: str, role: RoleConfig | None, trainer: TrainingConfig, *, trained: bool) -> Iterator[Check]:
     """Yields the checks of a role: its model exists, and its optimizer and adapter are valid."""
     if role is None:
         return
@@ -187,7 +189,7 @@ def _role_checks(section: str, role: RoleConfig | None, *, trained: bool) -> Ite
         if role.lora is not None and not is_ref(role.model):
             yield section, partial(check_lora, role.model, role.lora, role.trust_remote_code)
     if trained:
-        yield "", partial(check_optimizer, role.optim)
+        yield "", partial(check_optimizer, role.optim, trainer.checkpointing_options)
         yield "", partial(check_schedule, role.optim)
 
 

@@ -207,6 +207,13 @@ def test_a_package_that_is_not_installed_is_told_before_anything_is_loaded(unloa
     assert "rollout_engine 'vllm' needs vLLM" in said and "optim.name='adamw8bit' needs torchao" in said
 
 
+@pytest.mark.parametrize("option", ["sharded", "enable_async_checkpointing"])
+def test_moments_that_can_not_be_sharded_are_told_before_anything_is_loaded(unloaded, capsys, option):
+    words = [f"trainer.checkpointing_options.{option}=true", "actor.optim.name=adamw8bit"]
+    assert main(["sft", "model=a/b", "data=rows.jsonl", *words]) == 2
+    assert "the moments of optim.name='adamw8bit' can't be sharded" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["sft", "rm", "dpo"])
 def test_the_columns_of_supervised_rows_are_looked_at_before_a_model_is_loaded(
     command, tmp_path, monkeypatch, capsys, model_folder
