@@ -365,7 +365,7 @@ def test_a_sharded_checkpoint_is_resumed_bit_by_bit(folders, monkeypatch):
     damaged = next(Path("parts/checkpoints/step-000003/shards").iterdir())
     damaged.write_bytes(damaged.read_bytes()[:-8])
     assert main([*words[2], "trainer.max_steps=4"]) == 2
-    with pytest.raises(ConfigError, match="sharded checkpoint"):
+    with pytest.raises(ConfigError, match="shards can't be read: SafetensorError"):
         model_folder("parts/checkpoints/step-000003")
 
 
