@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from whet.config import ClusterConfig, Mode, RLTrainingConfig, Role, RoleConfig, RolloutConfig
-from whet.config.base import check_instance
+from whet.config.base import check_instance, check_keywords
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, raise_all
@@ -69,6 +69,7 @@ class RLCluster(RoleWorkers):
 
     ENTRY = "cluster"
 
+    @check_keywords
     def __init__(
         self,
         *,

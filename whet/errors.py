@@ -34,6 +34,7 @@ __all__ = [
     "WhetError",
     "format_exception",
     "format_value",
+    "is_connection_lost",
     "lookup_error",
     "nearest",
     "raise_all",
@@ -99,6 +100,16 @@ class CheckpointError(WhetError, RuntimeError):
 
 class RolloutStopped(KeyboardInterrupt):
     """A run that was asked to stop has given up its rollout: what the episodes waited for did not end."""
+
+
+def is_connection_lost(error: BaseException) -> bool:
+    """Returns whether gloo raised an error because another process has ended.
+
+    >>> is_connection_lost(RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"))
+    True
+    """
+    text = str(error)
+    return isinstance(error, RuntimeError) and "gloo" in text and ("by peer" in text or "Broken pipe" in text)
 
 
 def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:

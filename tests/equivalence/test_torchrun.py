@@ -486,6 +486,10 @@ def test_ranks_with_other_data_or_settings_are_told_before_they_compute(folders)
         (place / "stream.py").write_text("import json\ndef rows(): yield from map(json.loads, open('sft.jsonl'))\n")
     codes, output = run_to_failure(folder, [*words, "data.path=stream.py:rows"])
     assert codes == [2, 2] and all("step 1, update: rank 1 has another batch than rank 0: tokens " in x for x in output)
+    (folder / "rank-1/sft.jsonl").write_text("".join((folder / "sft.jsonl").read_text().splitlines(True)[:5]))
+    codes, output = run_to_failure(folder, [*words, "data.path=stream.py:rows", "trainer.run_dir=shorter"])
+    said = "step 1, data: rank 1 has another batch than rank 0: rows 5 and none, since the data have ended there"
+    assert codes == [2, 2] and all(said in x for x in output), output
     apart = [word for word in words if not word.startswith("trainer.max_steps")]
     codes, output = run_to_failure(folder, apart, {0: ["trainer.max_steps=2"], 1: ["trainer.max_steps=9"]})
     said = "rank 1 of 2 has other settings than rank 0: trainer.max_steps: 2 -> 9; give all processes the same command"

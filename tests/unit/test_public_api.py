@@ -101,3 +101,27 @@ def test_a_name_of_another_library_is_answered_with_where_it_is():
         _ = whet.GRPOTrainer
     trl = importlib.import_module("whet.trl")
     assert set(whet._TRL) <= set(trl.__all__) and not set(whet._MISSING) & set(whet.__all__)
+
+
+@pytest.mark.parametrize(
+    ("make", "word", "said"),
+    [
+        (whet.RLCluster, "model", "unknown keyword RLCluster.model. Known: actor, critic, "),
+        (
+            whet.GRPOLearner,
+            "reward_funcs",
+            "GRPOLearner.reward_funcs; did you mean reward_fns? Known: cluster, algo_con",
+        ),
+        (whet.PPOLearner, "config", "unknown keyword PPOLearner.config; did you mean ppo_config or algo_config?"),
+        (whet.SFTLearner, "args", "unknown keyword SFTLearner.args. Known: models, algo_config, data, "),
+        (whet.PreferenceLearner, "config", "unknown keyword PreferenceLearner.config; did you mean algo_config?"),
+        (whet.RewardModelLearner, "config", "unknown keyword RewardModelLearner.config; did you mean algo_config?"),
+        (whet.SupervisedModels, "model", "SupervisedModels.model. Known: actor, reward_model"),
+        (whet.Sampler, "max_tokens", "unknown keyword Sampler.max_tokens"),
+    ],
+)
+def test_a_wrong_keyword_of_a_constructor_is_answered_with_those_that_it_takes(make, word, said):
+    needed = [None] * (make not in (whet.RLCluster, whet.SupervisedModels))
+    with pytest.raises(whet.ConfigError) as error:
+        make(*needed, **{word: None})
+    assert said in str(error.value)

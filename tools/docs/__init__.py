@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -21,8 +22,23 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "preference.md": preference.page,
 }
 """File in docs/ -> the function that makes its text."""
+WIDTH = 120
+"""Columns of a line of prose; rows of tables and headings are as long as they are."""
 
 
 def text_of(name: str) -> str:
     """The text of a page, with a last line that names its generator. Args: name: a key of PAGES."""
-    return f"{PAGES[name]().rstrip()}\n\nWritten by `python -m tools.docs`; a test keeps it current.\n"
+    lines = [wrap(line) for line in PAGES[name]().rstrip().split("\n")]
+    return "\n".join(lines) + "\n\nWritten by `python -m tools.docs`; a test keeps it current.\n"
+
+
+def wrap(line: str) -> str:
+    r"""Breaks a line of prose before WIDTH; what follows a list's mark stays under its text.
+
+    >>> [len(part) for part in wrap("- " + "word " * 30).split("\n")]
+    [116, 36]
+    """
+    if len(line) <= WIDTH or line.startswith(("|", "#", "    ")):
+        return line
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

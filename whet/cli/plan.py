@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import TypeVar
+
 from whet.cli.output import print_text
 from whet.cli.supervised import separate_reference
 from whet.config import RMRunConfig, RoleConfig, RunConfig, SupervisedRunConfig
 from whet.errors import ConfigError
+from whet.models.config_sizes import read_positions
 from whet.parallel.torchrun_env import check_mesh
 from whet.rollout.engine.scheduler import row_places
 from whet.train.memory_plan import (
@@ -24,6 +28,8 @@ from whet.train.memory_plan import (
 
 __all__ = ["SIZES", "plan", "plan_text"]
 
+C = TypeVar("C", bound=RunConfig | SupervisedRunConfig)
+
 SIZES = (24.0, 40.0, 80.0)
 """Gigabytes of usual GPUs, for a plan without memory_gb."""
 
@@ -34,7 +40,8 @@ def plan(config: RunConfig | SupervisedRunConfig, memory_gb: float | None, num_p
     Args: config: of a training command; only its model is needed. memory_gb: of the GPU, in gigabytes of 1e9
         bytes; None = those of SIZES. num_processes: of torchrun, each with a GPU.
     Returns: a plan for each size.
-    Raises: ConfigError: the model's config can't be read; the processes can't be the mesh of the configuration.
+    Raises: ConfigError: the model's config can't be read, or a completion fills its positions; the processes can't be
+        the mesh of the configuration.
     """
     trainer = config.trainer
     check_mesh(
@@ -51,6 +58,8 @@ def plan(config: RunConfig | SupervisedRunConfig, memory_gb: float | None, num_p
         )
     scores, reference = isinstance(config, RMRunConfig), None
     sizes = measure_model(role, trained=True, scores=scores)
+    positions = None if role.model is None else read_positions(role.model, role.trust_remote_code)
+    given, config = config, _within_positions(config, positions)
     if isinstance(config, SupervisedRunConfig):
         own = separate_reference(config)
         reference = 0.0 if own is None else float(measure_model(own, trained=False).weight_bytes)
@@ -58,8 +67,37 @@ def plan(config: RunConfig | SupervisedRunConfig, memory_gb: float | None, num_p
     options = {"num_processes": num_processes, "reference": reference}
     plans = [plan_memory(config, sizes, memory=memory * GB, **options) for memory in memories]
     texts = [plan_text(config, sizes, x, memory, num_processes) for x, memory in zip(plans, memories, strict=True)]
+    if config is not given:
+        texts.insert(0, f"the model has {positions:,} positions (max_position_embeddings), so lengths end there")
     print_text("\n".join(texts))
     return plans
+
+
+def _within_positions(config: C, positions: int | None) -> C:
+    """Returns a configuration with the lengths that a run can have: no sequence has more tokens than the model has
+    positions.
+
+    Raises: ConfigError: a completion leaves no room for a prompt.
+    """
+    if positions is None:
+        return config
+    if not isinstance(config, RunConfig):
+        if (config.data.max_length or 2 * LENGTH) <= positions:
+            return config
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, max_length=positions))
+    rollout = with_assumed_lengths(config).rollout
+    prompt, new = rollout.max_prompt_length or LENGTH, rollout.max_tokens_to_generate or LENGTH
+    if prompt + rollout.most_tokens <= positions:
+        return config
+    if "max_tokens_to_generate" in config.rollout.open_lengths:
+        new = max(1, min(new, positions // 2))
+    if new >= positions:
+        raise ConfigError(f"rollout.max_tokens_to_generate={new} leaves no room in {positions} positions; lower it")
+    prompt = min(prompt, positions - new)
+    lengths = {"max_prompt_length": prompt, "max_tokens_to_generate": new}
+    if rollout.max_turns > 1 or rollout.agent is not None:
+        lengths["max_episode_tokens"] = positions - prompt
+    return dataclasses.replace(config, rollout=dataclasses.replace(rollout, **lengths))
 
 
 def plan_text(

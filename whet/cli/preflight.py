@@ -113,7 +113,9 @@ def _policy_checks(config: RunConfig, unread: Collection[str]) -> Iterator[Check
         if rollout.agent is not None:
             yield "rollout", partial(load_agent, rollout.agent)
     for section in ("actor", "critic", "reference", "teacher", "reward_model"):
-        yield from _role_checks(section, getattr(config, section), trained=section in ("actor", "critic"))
+        yield from _role_checks(
+            section, getattr(config, section), config.trainer, trained=section in ("actor", "critic")
+        )
 
 
 def _supervised_checks(config: SupervisedRunConfig, unread: Collection[str]) -> Iterator[Check]:
@@ -127,9 +129,9 @@ def _supervised_checks(config: SupervisedRunConfig, unread: Collection[str]) -> 
     elif isinstance(algo, SFTConfig):
         yield "", partial(resolve_name, algo.loss_type, SFT_LOSSES, "SFT loss", other_field)
         yield "", partial(resolve_name, algo.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode", other_field)
-    yield from _role_checks(config.TRAINED, config.trained, trained=True)
+    yield from _role_checks(config.TRAINED, config.trained, config.trainer, trained=True)
     if isinstance(config, DPORunConfig):
-        yield from _role_checks("reference", config.reference, trained=False)
+        yield from _role_checks("reference", config.reference, config.trainer, trained=False)
 
 
 def _shared_checks(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
@@ -175,7 +177,7 @@ def _check_resumed_numbers(config: RunConfig | SupervisedRunConfig) -> None:
     check_settings({key: before[key] for key in numbers}, {key: now[key] for key in numbers}, allow=False)
 
 
-def _role_checks(section: str, role: RoleConfig | None, *, trained: bool) -> Iterator[Check]:
+def _role_checks(section: str, role: RoleConfig | None, trainer: TrainingConfig, *, trained: bool) -> Iterator[Check]:
     """Yields the checks of a role: its model exists, and its optimizer and adapter are valid."""
     if role is None:
         return
@@ -187,7 +189,7 @@ def _role_checks(section: str, role: RoleConfig | None, *, trained: bool) -> Ite
         if role.lora is not None and not is_ref(role.model):
             yield section, partial(check_lora, role.model, role.lora, role.trust_remote_code)
     if trained:
-        yield "", partial(check_optimizer, role.optim)
+        yield "", partial(check_optimizer, role.optim, trainer.checkpointing_options)
         yield "", partial(check_schedule, role.optim)
 
 
@@ -213,28 +215,34 @@ def _check_watched(trainer: TrainingConfig, evaluates: bool) -> None:
 
 
 def check_rewards(config: RunConfig, train: Any, evaluation: Any) -> None:
-    """Checks reward functions against the data, before a model is loaded.
+    """Checks reward functions and the environment against the data, before a model is loaded.
 
     Args: config: of the run. train, evaluation: rows, ready-made batches or encoded prompts; None = there are none.
-    Raises: ConfigError: a function needs a column that is missing. DataError: a function can't read an answer.
+    Raises: ConfigError: a function, or `reset`, needs a column that is missing. DataError: a function can't read an
+        answer.
     """
+    first = first_row(train)
+    columns: list[str] | None = None
+    if isinstance(first, Prompt):
+        columns = list(first.columns)
+    elif isinstance(first, Mapping):
+        prompt = find_prompt_column(first, config.data.prompt_column)
+        columns = [name for name in first if name != prompt]
+        columns += [ANSWER] if config.data.on_answered == "take_off" else []
+    if columns is not None and config.rollout.env_path is not None:
+        environment = load_script(config.rollout.env_path, turns=config.rollout.max_turns).environment
+        if environment is not None:
+            environment.check_columns(columns)
     if resolve_reward_manager(config.algo.reward_manager) is not RewardManager:
         return  # a reward manager of the user may add columns
     fns = resolve_rewards([name for name in config.reward_names if name != REWARD_MODEL])
     fields = {f.name: getattr(config.algo, f.name) for f in dataclasses.fields(config.algo)}
-    checks: list[Callable[[], Any]] = []
-    first = first_row(train)
-    if isinstance(first, Prompt):
-        checks.append(partial(check_columns, fns, first.columns, fields))
-    elif isinstance(first, Mapping):
-        prompt = find_prompt_column(first, config.data.prompt_column)
-        taken_off = [ANSWER] if config.data.on_answered == "take_off" else []
-        checks.append(partial(check_columns, fns, [*(name for name in first if name != prompt), *taken_off], fields))
+    checks: list[Callable[[], Any]] = [] if columns is None else [partial(check_columns, fns, columns, fields)]
     if config.trainer.on_reward_error == "raise":  # otherwise the run warns
         for rows, what in ((train, "rows"), (evaluation, "evaluation rows")):
             if has_random_access(rows) and not is_batch(first_row(rows), config.data.prompt_column):
-                columns = ((p.row, p.columns) if isinstance(p, Prompt) else (n, p) for n, p in enumerate(rows))
-                checks.append(partial(check_answers, fns, columns, what))
+                numbered = ((p.row, p.columns) if isinstance(p, Prompt) else (n, p) for n, p in enumerate(rows))
+                checks.append(partial(check_answers, fns, numbered, what))
     raise_all(checks)
 
 

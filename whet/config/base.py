@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any, TypeVar, dataclass_transform
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast, dataclass_transform
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
 from whet.config.fields import Fn
 from whet.config.validation_errors import to_config_error, written_path
-from whet.errors import ConfigError, format_value
+from whet.errors import ConfigError, format_value, nearest
 
 __all__ = [
     "CALLABLE_TYPES",
     "adapter",
     "check_instance",
+    "check_keywords",
     "config",
     "config_from_dict",
     "partial_config_from_dict",
 ]
 
 T = TypeVar("T")
+Init = TypeVar("Init", bound=Callable[..., None])
 CALLABLE_TYPES = (Fn,)
 """Types of functions. On a command line a function is given by its name, as text."""
 
@@ -138,3 +141,25 @@ def check_instance(value: Any, cls: type[T], name: str) -> T:
     elif isinstance(value, Mapping):
         fix = f"write {cls.__name__}(**it)"
     raise ConfigError(f"{name} is of class {type(value).__name__}, and must be of {cls.__name__}; {fix}")
+
+
+def check_keywords(init: Init) -> Init:
+    """Returns the decorator of an __init__: an unknown keyword raises ConfigError with the known ones, as in a
+    configuration class.
+
+    >>> from whet import Sampler
+    >>> Sampler(transfomer="my/model")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    whet.errors.ConfigError: unknown keyword Sampler.transfomer; did you mean transformer? Known: ...
+    """
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **keywords: Any) -> None:
+        for word in keywords:
+            if word not in known:
+                hint = nearest(word, known) or "."
+                raise ConfigError(f"unknown keyword {type(self).__name__}.{word}{hint} Known: {', '.join(known)}")
+        init(self, *args, **keywords)
+
+    return cast(Init, __init__)

@@ -180,7 +180,7 @@ class TrainingConfig:
     stop_when.entropy.steps=3. eval/<name> is a metric of evaluations. None = off."""
     collective_timeout_s: Seconds = 1800.0
     """Longest time that a process waits for the others under torchrun, in seconds; then the run ends with an error.
-    It must exceed the longest time for which one rank rewards or saves while the others wait."""
+    At least 1, and more than the longest time for which one rank rewards or saves while the others wait."""
 
     context_parallel_size: Count = 1
     """Processes that divide the tokens of each forward and backward pass, so each keeps a part of the activations
@@ -215,7 +215,12 @@ class TrainingConfig:
         return ArgsKwargs((), values) if isinstance(arguments, ArgsKwargs) else values
 
     def __post_init__(self) -> None:
-        """Refuses a resume without a folder."""
+        """Refuses a resume without a folder, and a timeout that no exchange between processes can keep."""
+        if self.collective_timeout_s < 1:
+            raise ConfigError(
+                f"collective_timeout_s must be at least 1 second, got {self.collective_timeout_s:g}; leave it out for "
+                "its default, 1800"
+            )
         if self.resume in ("true", "True"):
             raise ConfigError(f"resume={self.resume} names no checkpoint; write latest, or a checkpoint's folder")
         if self.resume == "latest" and self.run_dir is None and self.checkpoint_root_directory is None:

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from whet.config.introspection import field_types, leaves, section_at, type_text
-from whet.config.synonyms import NOTES, find_owner, find_synonym, leaf_paths
+from whet.config.synonyms import NOTES, SYNONYMS, find_owner, find_synonym, leaf_paths
 from whet.errors import ConfigError, format_value, nearest
 
 __all__ = ["to_config_error", "written_path"]
@@ -189,8 +189,10 @@ def _prefix_message(cls: type, path: tuple[str, ...], key: str, message: str, *,
 def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mapping[str, str], value: Any) -> str:
     """Returns the message about an unknown keyword (from Python) or key, with its name in whet or the nearest match."""
     section = section_at(cls, path[:-1])
-    if section and path[-1] in (refused := _refused(section)):
-        return f"{key}: {refused[path[-1]]}"
+    refused = _refused(section) if section else {}
+    for name in (path[-1], *(target.rpartition(".")[2] for target in SYNONYMS.get(path[-1], ()))):
+        if name in refused:
+            return f"{key}: {refused[name]}"
     inside = [f.name for f in dataclasses.fields(section)] if section else []
     if root:
         own = find_owner(path[-1], inside)
@@ -203,6 +205,8 @@ def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mappi
     same = [k for k in whole if k.split(".")[-1] == path[-1]]
     near = nearest(path[-1], inside, prefix=".".join((*path[:-1], "")))
     near = near or (f"; did you mean {' or '.join(same[:3])}?" if same else nearest(key, [*keys, *short]))
+    if not near and hasattr(cls, "COMMAND"):
+        near = f"; `whet {cls.COMMAND} --help {'.'.join(path[:-1]) if inside and path[1:] else 'all'}` lists the keys"
     return f"unknown key {key}{near}"
 
 

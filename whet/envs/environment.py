@@ -28,7 +28,7 @@ import copy
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from whet.data.prompts import PromptEncoder
@@ -113,6 +113,9 @@ class EnvironmentClass:
         self.tool_names = list(self.tools.functions)
         self.has_step, self.has_turn_reward = "step" in names, "get_turn_reward" in names
         self.has_final_reward = "get_reward" in names
+        self.takes_row = bool(getattr(kind, "takes_row", False))
+        """Whether reset is called as reset(prompt, row) in place of reset(prompt=..., **row)."""
+        self._reset = inspect.getattr_static(kind, "reset").__get__(nobody, kind) if "reset" in names else None
         if not self.tool_names and not self.has_step and not self.has_reward:
             raise ConfigError(
                 f"environment {self.name} has neither tools (public methods) nor step(message) nor get_reward(); write "
@@ -123,6 +126,17 @@ class EnvironmentClass:
     def has_reward(self) -> bool:
         """Whether its episodes have a reward."""
         return self.has_turn_reward or self.has_final_reward
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raises ConfigError: `reset` needs a column that is not among them. Args: columns: of the rows, without the
+        prompt.
+        """
+        if self._reset is not None and not self.takes_row:
+            self.reset_keywords(self._reset, dict.fromkeys(("prompt", *columns)))
+
+    def reset_keywords(self, reset: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the keywords of a call of `reset`. Args: offered: prompt and columns. Raises: see check_columns."""
+        return select_keywords(reset, offered, {}, name=self.name, kind="reset of", extras=["prompt"])
 
     def check_lifetime(self, episode_timeout_s: float | None) -> None:
         """Raises ConfigError: an episode may last longer than what the class says that an instance lives."""
@@ -155,8 +169,7 @@ class EnvironmentInstance:
         Returns: what `reset` has returned, for `with_observation`.
         Raises: DataError: a column is named "prompt" besides the prompt, and the class does not take the row whole.
         """
-        takes_row = getattr(self.of.kind, "takes_row", False)  # reset(prompt, row) in place of reset(prompt=..., **row)
-        if "prompt" in prompt.columns and not takes_row:
+        if "prompt" in prompt.columns and not self.of.takes_row:
             raise DataError(
                 f"row {prompt.row} has a column 'prompt' besides its prompt, which reset receives under that name; "
                 "rename the column"
@@ -167,10 +180,9 @@ class EnvironmentInstance:
             self._instance = self.of.kind()
 
         def call_reset(reset: Callable[..., Any]) -> Any:
-            if takes_row:
+            if self.of.takes_row:
                 return reset(source, columns)
-            offered = {"prompt": source, **columns}
-            return reset(**select_keywords(reset, offered, {}, name=self.of.name, kind="reset of", extras=["prompt"]))
+            return reset(**self.of.reset_keywords(reset, {"prompt": source, **columns}))
 
         yield self._call(create, "__init__", phase="reset")
         observation: Any = None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import DataConfig, PolicyConfig, Role
-from whet.config.base import check_instance
+from whet.config.base import check_instance, check_keywords
 from whet.errors import ConfigError, EngineError, raise_all
 from whet.learners.base import RLLearner
 from whet.learners.config_warnings import warn_about_config
@@ -104,6 +104,7 @@ class PolicyLearner(RLLearner):
 
     algo_config: PolicyConfig
 
+    @check_keywords
     def __init__(
         self,
         cluster: RLCluster,
@@ -279,7 +280,7 @@ class PolicyLearner(RLLearner):
             )
         if updates > 1:
             raise EngineError(
-                "old_per_token_logps is not available for off-policy RL: the engine reports no logprobs and "
+                "old_logprobs are not available for off-policy RL: the engine reports no logprobs and "
                 f"{updates} updates follow each rollout; set algo.use_rollout_logps=False to recompute them"
             )
         if sampled_kl:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import DataConfig, PPOConfig, Role
-from whet.config.base import check_instance
+from whet.config.base import check_instance, check_keywords
 from whet.errors import ConfigError
 from whet.learners.from_config import advantage_inputs, bind_fields, other_field
 from whet.learners.kl_penalty import kl_penalty_in_advantage, sampled_kl
@@ -70,6 +70,7 @@ class PPOLearner(PolicyLearner):
     CONFIG = PPOConfig
     algo_config: PPOConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
+    @check_keywords
     def __init__(
         self,
         cluster: RLCluster,

@@ -63,6 +63,9 @@ class RLTask(LearnerTask):
     def stream(self, train_ds: Any) -> PromptStream:
         """Returns the training prompts in their order, checked against the rewards. Args, Raises: see LearnerTask."""
         stream, manager = super().stream(train_ds), self.learner.reward_manager
+        script = self.learner.environments[Mode.TRAIN]
+        if stream.kind == "rows" and script is not None and script.environment is not None:
+            script.environment.check_columns(stream.source[0].columns)
         if stream.kind == "rows" and isinstance(manager, RewardManager):
             manager.check(list(stream.source[0].columns))
             manager.check_answers((p.row, p.columns) for p in stream.source)

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from whet.config import SupervisedConfig, SupervisedDataConfig
+from whet.config.base import check_keywords
 from whet.config.model import USUAL_LR
 from whet.data.encoder import Encoder
 from whet.errors import ConfigError
@@ -57,6 +58,7 @@ class SupervisedLearner(Generic[C]):
     usual_lr = USUAL_LR
     """Learning rate where none is given, and no adapter is trained."""
 
+    @check_keywords
     def __init__(
         self,
         models: SupervisedModels,

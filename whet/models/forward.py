@@ -154,9 +154,9 @@ def model_stats(
     hidden = None if states is None else states.index_select(0, micro.hidden_index)
     values = scores = None
     if score_head is not None and states is not None and hidden is not None:
-        values = to_fp32(score_head(hidden).squeeze(1))
-        last = micro.last_index
-        scores = None if last is None else to_fp32(score_head(states.index_select(0, last)).squeeze(1))
+        of_head = lambda rows: to_fp32(score_head(rows)).squeeze(1).clone()  # FSDP warns of a module that returns views
+        values, last = of_head(hidden), micro.last_index
+        scores = None if last is None else of_head(states.index_select(0, last))
     elif micro.last_index is not None:
         raise ConfigError("scores come from a score head; load the model with role='critic'")
     if head.kind == "none":

@@ -197,6 +197,10 @@ class FSDPPlacement(Placement):
                 gathered[id(skeleton[name])] = nn.Parameter(whole.cpu(), p.requires_grad)
         yield copy.deepcopy(self._skeleton, gathered) if self.ranks.is_writer else self._skeleton
 
+    def call_on_writer(self, fn: Callable[[], Result]) -> Result:
+        """See Placement."""
+        return self.ranks.call_on_writer(fn)
+
     def reshard(self) -> None:
         """See Placement; not while engines read the weights."""
         if self._serves_engine:

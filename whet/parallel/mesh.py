@@ -11,6 +11,7 @@ Rank = (data · context_parallel_size + context) · tensor_parallel_size + tenso
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -93,6 +94,8 @@ def make_mesh(
     if tensor == 1:
         fsdp = init_device_mesh(device, sharded, mesh_dim_names=names)
         return ProcessMesh(fsdp, None, *groups)
+    # a checkpoint gathers a divided matrix in two collectives, of which torch warns on every rank
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     whole = init_device_mesh(
         device, (*sharded, tensor), mesh_dim_names=(*names, "tensor")
     )  # FSDP wants one mesh of both

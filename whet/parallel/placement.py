@@ -106,6 +106,10 @@ class Placement:
 
     # ---- several processes ---------------------------------------------------------------------------------------
 
+    def call_on_writer(self, fn: Callable[[], Result]) -> Result:
+        """Calls a function that writes files, in the one process that writes; the others wait for it."""
+        return fn()
+
     def reshard(self) -> None:
         """Leaves this process its shards only, if the model is sharded."""
 

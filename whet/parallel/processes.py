@@ -17,6 +17,7 @@ import atexit
 import datetime
 import logging
 import os
+import sys
 import time
 import uuid
 from contextlib import suppress
@@ -30,7 +31,7 @@ from whet.errors import ConfigError, format_exception
 from whet.parallel.ranks import ProcessRanks, Ranks
 from whet.parallel.torchrun_env import check_torchrun_env, local_rank, world_size
 
-__all__ = ["TIMEOUT_S", "join_processes"]
+__all__ = ["TIMEOUT_S", "end_with", "join_processes"]
 
 log = logging.getLogger("whet")
 
@@ -38,6 +39,8 @@ TIMEOUT_S = 1800.0
 """The default of trainer.collective_timeout_s."""
 _joined: dict[dist.ProcessGroup, ProcessRanks] = {}
 """The ranks of a default process group: a program joins once, whatever models it makes."""
+_exit_codes: list[int] = []
+"""The last one is the exit status of this process after an error; empty = there was none."""
 
 
 def join_processes(timeout_s: float = TIMEOUT_S) -> Ranks:
@@ -92,6 +95,18 @@ def _open_process_group(timeout: datetime.timedelta) -> None:
             "torchrun, which sets MASTER_ADDR and MASTER_PORT"
         ) from error
     atexit.register(_close_process_group)
+    show = sys.excepthook
+
+    def show_and_note(*error: Any) -> None:
+        show(*error)
+        end_with(1)
+
+    sys.excepthook = show_and_note
+
+
+def end_with(code: int) -> None:
+    """Notes that this process ends by an error, with an exit status: see `_close_process_group`."""
+    _exit_codes.append(code)
 
 
 def _name_of_start(store: Any, own: int, size: int, timeout: datetime.timedelta) -> str:
@@ -122,10 +137,21 @@ def _name_of_start(store: Any, own: int, size: int, timeout: datetime.timedelta)
 
 
 def _close_process_group() -> None:
-    """Closes the groups at the end of the program; NCCL warns where they are left open."""
+    """Closes the groups at the end of the program; NCCL warns where they are left open.
+
+    NCCL closes a group only when all ranks do. After an error the others may wait in a collective for this process, so
+    it would wait for them in turn, and torchrun ends them only once this process has ended.
+    """
     _joined.clear()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        return
+    if _exit_codes and "nccl" in dist.get_backend():
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError, ValueError):  # there is none, it has no reader, it is closed
+                stream.flush()
+        os._exit(_exit_codes[-1])
+    dist.destroy_process_group()
 
 
 def _wait_for_gloo_threads(limit_s: float = 10.0) -> None:

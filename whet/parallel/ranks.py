@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from whet.errors import ConfigError, OtherRankError, RolloutStopped, WhetError, format_exception
 
-__all__ = ["ProcessRanks", "Ranks", "is_connection_lost"]
+__all__ = ["ProcessRanks", "Ranks"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -31,16 +31,6 @@ Result = TypeVar("Result")
 def _no_phase() -> str:
     """No phase is known."""
     return ""
-
-
-def is_connection_lost(error: BaseException) -> bool:
-    """Returns whether gloo raised an error because another process has ended.
-
-    >>> is_connection_lost(RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"))
-    True
-    """
-    text = str(error)
-    return isinstance(error, RuntimeError) and "gloo" in text and ("by peer" in text or "Broken pipe" in text)
 
 
 def _missing_ranks(error: str, waited: bool) -> str:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.config import RolloutConfig
+from whet.config.base import check_keywords
 from whet.config.synonyms import find_owner
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
@@ -110,6 +111,7 @@ class Sampler:
     (4, 1, True)
     """
 
+    @check_keywords
     def __init__(
         self,
         transformer: nn.Module | LoadedModel | str | Path,

@@ -27,7 +27,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from whet.config import CheckpointingOptions, Mode, TrainingConfig
-from whet.errors import CheckpointError, ConfigError, DataError, OtherRankError, RolloutStopped, WhetError
+from whet.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    OtherRankError,
+    RolloutStopped,
+    WhetError,
+    is_connection_lost,
+)
 from whet.hub.push import PushResult, push_to_hub
 from whet.observe.environment import read_environment
 from whet.observe.live_view import make_progress
@@ -36,7 +44,6 @@ from whet.observe.notebook import run_html
 from whet.observe.profiler import StepProfiler
 from whet.observe.progress import Progress
 from whet.observe.trace import TIMELINE_SPANS, trace_folder
-from whet.parallel.ranks import is_connection_lost
 from whet.run.builtin_observers import builtin_observers
 from whet.run.observer import Observer, Observers, TrainerControl
 from whet.run.provenance import check_same_inputs, check_same_settings, check_settings, to_loadable
@@ -285,11 +292,14 @@ class Run:
             log_data_end(self.config, self.step, self._begun_at)
 
     def next_batch(self) -> list[Any] | None:
-        """Takes one more batch of the data into the running step; None = the data have ended."""
+        """Takes one more batch of the data into the running step; None = the data have ended, in all processes."""
         if self._batches is None:
             raise ConfigError("next_batch() gives a running step more data; call it within `for ... in run.steps()`")
         with self.roles.trace.span("data"):
-            return next(self._batches, None)
+            batch = next(self._batches, None)
+            rows = "none, since the data have ended there" if batch is None else len(batch)
+            self.ranks.check_same("batch", {"rows": rows})  # or one process would end the run without the others
+        return batch
 
     def _wait_for_batch(self) -> list[Any] | None:
         """Returns the next batch, and the time that it took."""
@@ -624,6 +634,7 @@ class Run:
                 self.checkpoints.export(final, self.step, worker, tokenizer, merge=merge, dtype=dtype)
             else:  # another rank writes it
                 worker.export(None)
+            self.ranks.all_gather(None)  # final/ is there when the run ends in any process
         evaluated = any(r["mode"] == "eval" and r["step"] == self.step for r in self.rows)
         if self.task.has_evaluation and not evaluated:
             self.evaluate(self.step)

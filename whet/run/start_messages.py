@@ -65,7 +65,7 @@ def log_run_length(config: TrainingConfig, stream: PromptStream, step: int) -> N
         return
     limited = not short and max_steps is not None
     key = f"trainer.max_steps={max_steps}" if limited else f"trainer.num_epochs={stream.num_epochs}"
-    log.warning("nothing is left to do: all %d steps of the run are done; raise %s to train on", total, key)
+    log.warning("nothing is left to do: step %d is done, and %s allows no more; raise it to train on", step, key)
 
 
 def steps_in_data(stream: PromptStream) -> int | None:

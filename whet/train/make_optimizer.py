@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.config import OptimConfig
+from whet.config import CheckpointingOptions, OptimConfig
 from whet.errors import ConfigError, format_exception
 from whet.util.install import install_hint
 from whet.util.references import resolve_callable, resolve_name
@@ -62,16 +62,21 @@ def make_optimizer(masters: Mapping[str, Tensor], config: OptimConfig | Callable
     return OPTIMIZERS[config.name](groups, config)
 
 
-def check_optimizer(config: Any) -> None:
-    """Raises ConfigError for an unknown optimizer name.
+def check_optimizer(config: Any, checkpoints: CheckpointingOptions | None = None) -> None:
+    """Raises ConfigError for an unknown optimizer name, or for one with moments that the checkpoints can't hold.
 
-    Args: config: an OptimConfig or a name. A factory is not checked until it is called.
+    Args: config: an OptimConfig or a name. A factory is not checked until it is called. checkpoints: of the run.
     """
     name = config.name if isinstance(config, OptimConfig) else config
     if not isinstance(name, str):
         return
     resolve_name(name, {**OPTIMIZERS, "muon": _muon}, "optim.name")
     if name == "adamw8bit":
+        if checkpoints is not None and (checkpoints.sharded or checkpoints.enable_async_checkpointing):
+            raise ConfigError(
+                "the moments of optim.name='adamw8bit' can't be sharded; leave out sharded and "
+                "enable_async_checkpointing of trainer.checkpointing_options, or set optim.name=adamw"
+            )
         _adamw8bit_class()
 
 

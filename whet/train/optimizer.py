@@ -26,7 +26,7 @@ from whet.storage.checkpoint import CHECKPOINT_FORMAT
 from whet.train.lr_schedule import check_schedule, is_endless, make_schedule
 from whet.train.make_optimizer import group_settings, make_optimizer, set_setting
 from whet.train.optimizer_state import FORMAT_KEY, check_moment_shapes, flatten_state, load_optimizer_state
-from whet.util.tensor_subclasses import gather_full_tensor, is_sharded, shard_like
+from whet.util.tensor_subclasses import gather_full_tensor, is_sharded, is_wrapper_subclass, shard_like
 
 __all__ = ["Optim"]
 
@@ -278,7 +278,7 @@ class Optim:
         current = self.optimizer.state_dict()["param_groups"]
         param_groups = [g | {"params": now["params"]} for g, now in zip(saved, current, strict=True)]
         try:
-            state = {i: self._shard(name, entries[name]) for i, name in enumerate(flat) if name in entries}
+            state = {i: self._placed(name, entries[name]) for i, name in enumerate(flat) if name in entries}
             self.optimizer.load_state_dict({"state": state, "param_groups": param_groups})
         except (KeyError, ValueError) as e:
             raise CheckpointError(f"{path}: the optimizer state does not fit this model ({e})") from e
@@ -296,11 +296,26 @@ class Optim:
         master = next((m for n, m in self.masters.items() if name.startswith(f"{n}.") and m.shape == shape), None)
         return torch.zeros(shape, dtype=dtype) if master is None else torch.zeros_like(master, dtype=dtype).detach()
 
-    def _shard(self, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the state of a parameter with its moments sharded as the parameter is, if it is."""
-        master = self.masters[name]
-        is_moment = lambda x: isinstance(x, Tensor) and x.shape == master.shape and not is_sharded(x)
-        return {key: shard_like(master, value) if is_moment(value) else value for key, value in entry.items()}
+    @torch.no_grad()
+    def _placed(self, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the state of a parameter with its moments sharded as the parameter is, and quantised as the optimizer
+        quantises them (torchao's does), unless they were read so.
+        """
+        master, new = self.masters[name], getattr(self.optimizer, "_new_buffer", None)
+        placed: dict[str, Any] = dict(entry)
+        for key, value in entry.items():
+            if not isinstance(value, Tensor) or value.shape != master.shape or is_sharded(value):
+                continue
+            if is_wrapper_subclass(value):
+                if not is_sharded(master):
+                    continue
+                value = value.dequantize()
+            placed[key] = shard_like(master, value)
+            if new is not None:
+                moment, buffer = placed[key], new(master, key == "exp_avg")  # which has a sign
+                _local(buffer).copy_(_local(moment))
+                placed[key] = buffer
+        return placed
 
     def _set_rates(self) -> None:
         """Sets the rates that the schedule has now: the saved ones, unless a setting changed."""
@@ -311,6 +326,11 @@ class Optim:
                 set_setting(group, "initial_lr", now["lr"])
                 group["lr"] = group["initial_lr"] * factor(self.schedule.last_epoch)
             self.schedule.base_lrs = [g["initial_lr"] for g in self.optimizer.param_groups]
+
+
+def _local(tensor: Any) -> Tensor:
+    """Returns this process's part of a tensor."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def _master(p: nn.Parameter, compute: torch.dtype) -> Tensor:

@@ -460,7 +460,7 @@ def model_checks(config: TrainingConfig, models: Iterable[Any], optimizers: Iter
     optims = [m.optim for m in models if isinstance(m, RoleConfig)]
     return [
         *(functools.partial(check_model_exists, name) for name in named if isinstance(name, str)),
-        *(functools.partial(check_optimizer, optim) for optim in (*optims, *optimizers)),
+        *(functools.partial(check_optimizer, optim, config.checkpointing_options) for optim in (*optims, *optimizers)),
         functools.partial(check_loggers, config.chosen_loggers, config.metrics_logging_options),
     ]
 

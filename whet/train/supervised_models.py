@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from whet.config import OptimConfig, Role, RoleConfig, SupervisedTrainingConfig
-from whet.config.base import check_instance
+from whet.config.base import check_instance, check_keywords
 from whet.data.tokenizer import load_tokenizer, stop_token_ids
 from whet.errors import ConfigError, raise_all
 from whet.models.modes import max_positions
@@ -42,6 +42,7 @@ class SupervisedModels(RoleWorkers):
     Example: SupervisedModels(actor="Qwen/Qwen3-0.6B", tokenizer="Qwen/Qwen3-0.6B").
     """
 
+    @check_keywords
     def __init__(
         self,
         *,

@@ -618,13 +618,15 @@ class ModelWorker:
     def export(self, folder: Path | None, tokenizer: Any = None, *, merge: bool = False, dtype: str = "auto") -> None:
         """Writes the model in Hugging Face's format, from the fp32 masters where there are any.
 
-        If the model has an adapter, it writes only that, in PEFT's format. Args: folder: as in `save`. merge: write the
-            whole model with the adapter merged. dtype: of the weights; auto = that of the model's files, fp32 for an
-            adapter.
+        If the model has an adapter, it writes only that, in PEFT's format. Of several processes all must call it; rank
+        0 writes, and the files are there when it returns in any of them.
+        Args: folder: None = rank 0 is given one. merge: write the whole model with the adapter merged. dtype: of the
+            weights; auto = that of the model's files, fp32 for an adapter.
         """
         with self.placement.during("export"), self.placement.whole_module() as module:
-            if folder is not None:
-                self._files_of(module).export(folder, tokenizer, merge=merge, dtype=dtype)
+            files = self._files_of(module)
+            write = lambda: None if folder is None else files.export(folder, tokenizer, merge=merge, dtype=dtype)
+            self.placement.call_on_writer(write)
 
     def _files_of(self, module: nn.Module) -> ModelFiles:
         """Returns the model's files. Args: module: with the weights to write, which may be a copy that is not

@@ -35,7 +35,8 @@ def is_sharded(tensor: Tensor) -> bool:
 def gather_full_tensor(tensor: Tensor) -> Tensor:
     """Gathers a DTensor from all processes, which must all call this; returns any other tensor unchanged.
 
-    It is gathered on the device of its mesh, also where its shards lie on the host.
+    It is gathered on the device of its mesh, also where its shards lie on the host. Quantised shards become plain ones
+    before: their blocks are not those of the whole tensor, and a shard that blocks do not fit is plain already.
 
     >>> gather_full_tensor(torch.ones(2))
     tensor([1., 1.])
@@ -44,6 +45,9 @@ def gather_full_tensor(tensor: Tensor) -> Tensor:
         return tensor
     sharded: Any = tensor
     kind = sharded.device_mesh.device_type
+    if is_wrapper_subclass(local := getattr(sharded, "_local_tensor", None)):
+        mesh, whole = sharded.device_mesh, {"shape": sharded.shape, "stride": sharded.stride()}
+        sharded = type(sharded).from_local(local.dequantize(), mesh, sharded.placements, run_check=False, **whole)
     return (sharded if sharded.device.type == kind else sharded.to(kind)).full_tensor()
 
 

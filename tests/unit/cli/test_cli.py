@@ -1,5 +1,6 @@
 import functools
 import io
+import json
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from whet._version import __version__
-from whet.cli import main
+from whet.cli import main, run_and_report
 from whet.cli.help import COMMON_KEYS
 from whet.cli.registry import COMMANDS, INFO_COMMANDS, config_class
 from whet.config import SHORTHANDS, RunConfig, dump_tree, load_run
@@ -121,6 +122,8 @@ def test_help_of_a_section_or_key_shows_it_alone(capsys):
     assert "  rollout.vllm.max_num_seqs=" in capsys.readouterr().out
     main(["grpo", "--help", "actor.lr"])
     assert capsys.readouterr().out.startswith("  actor.optim.lr=null")
+    main(["grpo", "--help", "data"])  # a section, and the short key of data.path
+    assert "  data.batch_size=8" in capsys.readouterr().out
     assert main(["grpo", "--help", "rolout"]) == 2
     assert "--help rolout: there is no such section or key; did you mean rollout" in capsys.readouterr().err
 
@@ -205,6 +208,19 @@ def test_torchrun_reports_the_error_of_the_first_rank_that_failed(called, monkey
     report = str(ChildFailedError("whet", {int(rank): failure}))
     assert "  traceback : whet grpo:" in report and "unknown" in report
     assert ("whet grpo:" in capsys.readouterr().err) is (rank == "0")
+
+
+def test_a_process_whose_connection_is_lost_does_not_hide_the_one_that_ended(monkeypatch, tmp_path, capsys):
+    """As it loads a model, say, before a run knows its phase. Of equal seconds torchrun would take the lower rank."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file := tmp_path / "error.json"))
+
+    def work():
+        raise RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]")
+
+    start = int(time.time())
+    assert run_and_report("whet grpo", work) == 2
+    assert capsys.readouterr().err == "whet grpo: another process ended; its own message says why\n"
+    assert int(json.loads(file.read_text())["message"]["extraInfo"]["timestamp"]) > start
 
 
 @pytest.mark.parametrize("rank", ["x", "1"])  # what is left in an environment silences nothing

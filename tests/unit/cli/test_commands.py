@@ -357,7 +357,7 @@ def test_ppo_has_a_critic_of_the_actors_model_and_a_reward_model_among_its_rewar
         (["ppo", "reward=reward_model"], "reward names reward_model, and there is none; set reward_model.model"),
         (["ppo", "algo.loss_algo=grpo"], "unknown key algo.loss_algo; did you mean algo.policy_loss_fn"),
         (["ppo", "algo.kl_method=kl"], "unknown key algo.kl_method; did you mean algo.kl_loss_mode"),
-        (["grpo", "algo.gae_lambda=1"], "unknown key algo.gae_lambda"),
+        (["grpo", "algo.gae_lambda=1"], "algo.gae_lambda: GRPO has no critic"),
         (["ppo", "algo.gae_lambda=1.5"], "gae_lambda must be between 0 and 1, got 1.5"),
         (["ppo", "algo.clip_range_value=0"], "clip_range_value must be positive"),
         (["ppo", "algo.epsilon_low=-0.1"], "epsilon_low must not be negative"),

@@ -189,6 +189,9 @@ def test_reward_functions_are_looked_at_beside_the_data_before_a_model_is_loaded
         ]
         assert "a model was loaded" in refused("exact_match", *given)[0]
     assert "a model was loaded" in refused("last_number", "trainer.on_reward_error=none")[0]
+    (tmp_path / "env.py").write_text("class Quiz:\n    def reset(self, gold): ...\n    def get_reward(self): ...\n")
+    said = refused("exact_match", f"rollout.env_path={tmp_path}/env.py:Quiz", *lengths)
+    assert said[0].startswith("reset of Quiz needs 'gold', which is not a column; your columns: answer")
     talk = '{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "4"}]}\n'
     (tmp_path / "rows.jsonl").write_text(talk)
     assert "a model was loaded" in refused("exact_match", "data.on_answered=take_off", *lengths)[0]
@@ -202,6 +205,13 @@ def test_a_package_that_is_not_installed_is_told_before_anything_is_loaded(unloa
     assert main(["grpo", "model=a/b", "rollout_engine=vllm", "actor.optim.name=adamw8bit"]) == 2
     said = capsys.readouterr().err
     assert "rollout_engine 'vllm' needs vLLM" in said and "optim.name='adamw8bit' needs torchao" in said
+
+
+@pytest.mark.parametrize("option", ["sharded", "enable_async_checkpointing"])
+def test_moments_that_can_not_be_sharded_are_told_before_anything_is_loaded(unloaded, capsys, option):
+    words = [f"trainer.checkpointing_options.{option}=true", "actor.optim.name=adamw8bit"]
+    assert main(["sft", "model=a/b", "data=rows.jsonl", *words]) == 2
+    assert "the moments of optim.name='adamw8bit' can't be sharded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["sft", "rm", "dpo"])

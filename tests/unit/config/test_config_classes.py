@@ -121,6 +121,8 @@ def test_grpo_refuses_the_estimator_that_needs_a_critic():
     message = "advantage_estimator='gae' needs the values of a critic, and GRPO has none; train with PPO"
     refused(message, GRPOConfig, advantage_estimator="gae")
     assert PPOConfig().advantage_estimator == "gae"
+    own = {f.name for f in dataclasses.fields(PPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
+    assert set(GRPOConfig.REFUSED) == own - {"epsilon_low"}  # which GRPO has as epsilon
 
 
 # ---- enums -----------------------------------------------------------------------------------------------------------
@@ -185,6 +187,7 @@ def test_functions_are_taken_where_names_are():
         ({"profiler_options": {"profile_steps": 3}}, "profiler_options.profile_steps; did you mean profiler_steps"),
         ({"resume": "latest"}, "resume='latest' needs run_dir"),
         ({"max_tokens_per_microbatch": 0}, "must be a positive integer. Got: 0"),
+        ({"collective_timeout_s": 0.001}, "collective_timeout_s must be at least 1 second, got 0.001"),
         ({"checkpointing_options": {"max_keep": 3}}, "did you mean max_to_keep"),
     ],
 )

@@ -77,6 +77,8 @@ def test_every_entry_of_the_tables_is_of_use():
         ("grpo", "peft_config.r", "did you mean actor.lora.r?"),
         ("grpo", "rollout.vllm.gpu_memory_utilization", "did you mean rollout.vllm.hbm_utilization?"),
         ("grpo", "rollout.vllm.max_model_len", "rollout.max_tokens_to_generate bound a sequence"),
+        ("grpo", "algo.gae_lambda", "GRPO has no critic; leave it out, or train with PPO (whet ppo"),
+        ("grpo", "algo.lam", "GRPO has no critic; leave it out, or train with PPO (whet ppo"),
         ("grpo", "actor.use_remove_padding", "rows are always packed, without padding"),
         ("grpo", "trainer.n_gpus_per_node", "torchrun starts several processes, and FSDP2 shards the weights"),
         ("grpo", "actor_rollout_ref.rollout.tensor_model_parallel_size", "in training and in the rollout"),
@@ -101,6 +103,8 @@ def test_every_entry_of_the_tables_is_of_use():
         ("grpo", "rollout.multi_turn.enable", "rollout.max_turns=4 makes episodes of several turns"),
         ("grpo", "tools", "rollout.env_path=env.py:Class"),
         ("grpo", "environment_factory", "did you mean rollout.env_path?"),
+        ("sft", "reward", "unknown key reward; `whet sft --help all` lists the keys"),
+        ("dpo", "algo.num_generations", "unknown key algo.num_generations; `whet dpo --help algo` lists the keys"),
         ("grpo", "n_samples_per_prompt", "num_generations?"),
     ],
 )

@@ -19,7 +19,7 @@ from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import byte_tokenizer
 from whet.envs import load_script
 from whet.envs.adapters.rl2 import step_environment
-from whet.envs.environment import ENVIRONMENT_REWARD
+from whet.envs.environment import ENVIRONMENT_REWARD, EnvironmentClass
 from whet.envs.failures import EpisodeFailures
 from whet.envs.tool_calls import ToolTemplate
 from whet.errors import ConfigError, DataError, RewardError
@@ -268,6 +268,9 @@ def test_reset_receives_the_columns_that_it_names():
     assert episode.rewards == {ENVIRONMENT_REWARD: 10.0}
     with pytest.raises(RewardError, match=r"reset of Misspelt needs 'strat', .* columns: start, level; did you mean"):
         run_conversation(Misspelt, ["done"], row=row)
+    EnvironmentClass(Named).check_columns(row)
+    with pytest.raises(ConfigError, match=r"reset of Misspelt needs 'strat', which is not a column; your columns: st"):
+        EnvironmentClass(Misspelt).check_columns(row)
 
 
 @pytest.mark.parametrize(

@@ -158,8 +158,8 @@ def test_what_rounds_less_often_is_taken(compile_as, caplog):
     assert sorted(line.split()[0] for line in said(caplog) if "compiled to one kernel" in line) == ALL
 
 
-def test_where_torch_compile_is_off_nothing_is_said_to_be_compiled(compile_as, caplog, monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+def test_where_torch_compile_is_off_nothing_is_said_to_be_compiled(compile_as, caplog):
     compile_as(lambda case: case.function)
-    passes(40)
+    with torch._dynamo.config.patch(disable=True):  # monkeypatch would delete the setting afterwards
+        passes(40)
     assert "TORCHDYNAMO_DISABLE" in said(caplog)[0] and len(said(caplog)) == 1

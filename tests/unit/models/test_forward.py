@@ -197,6 +197,7 @@ def test_values_are_of_the_state_before_each_token():
     for micro in plan_micro_batches(BATCH, max_tokens=25):
         stats = token_stats(critic, micro)
         assert stats.logprobs is None and stats.entropy is None and stats.values.requires_grad
+        assert stats.values._base is None, "FSDP would warn of a view"
         got[micro.token_index] = stats.values.detach()
     model.set_attn_implementation("eager")
     want = []

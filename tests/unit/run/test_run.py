@@ -111,13 +111,15 @@ def test_a_resume_with_nothing_to_do_says_so(make, tmp_path, caplog):
         return [m for m in caplog.messages if m.startswith("nothing ")]
 
     for name, data, training, said in (
-        ("known", rows, {"max_steps": 2}, "is left to do: all 2 steps of the run are done; raise trainer.max_steps=2"),
+        ("known", rows, {"max_steps": 2}, "is left to do: step 2 is done, and trainer.max_steps=2 allows no more"),
         ("stream", lambda n: iter(rows(n)), {}, "was left to do: the data end after 2 steps, which are done"),
     ):
         assert train(name, data(4), **training) == []
         (text,) = train(name, data(4), **training, resume="latest")
         assert text.startswith(f"nothing {said}")
         caplog.clear()
+    (text,) = train("known", rows(4), max_steps=1, resume="latest")
+    assert text == "nothing is left to do: step 2 is done, and trainer.max_steps=1 allows no more; raise it to train on"
 
 
 def test_the_order_is_drawn_from_its_own_seed_or_the_runs(make):

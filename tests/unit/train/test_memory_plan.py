@@ -435,7 +435,7 @@ def test_the_command(tmp_path, capsys):
         ([f"model={tmp_path}"], "no model, tokenizer or run"),
         ([f"model={model}", "memory_gb=much"], "memory_gb=much: expected the gigabytes of a GPU"),
         ([f"model={model}", "memory=24"], "memory"),
-        ([f"model={model}", "num_processes=0"], "num_processes=0: expected the processes of torchrun"),
+        ([f"model={model}", "num_processes=0"], "num_processes=0: expected a number of processes"),
         ([f"model={model}", "trainer.context_parallel_size=2"], "does not divide the number of processes, 1"),
         ([f"model={model}", *nf4], "does not run on 2 processes"),
     ):
@@ -532,3 +532,26 @@ def test_a_supervised_run_on_a_gpu_takes_the_plan(tmp_path, monkeypatch):
     models.raise_token_budget(5000)  # as the data need
     assert models.trained.max_tokens == 5120
     models.close()
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "lengths"),
+    [
+        ("grpo", [], "prompts of 64 tokens, completions of 64"),
+        ("grpo", ["max_tokens=100"], "prompts of 28 tokens, completions of 100"),
+        ("grpo", ["max_prompt_length=9", "max_tokens=30"], "prompts of 9 tokens, completions of 30"),
+        ("sft", ["data.max_length=999"], "rows of 128 tokens"),
+        ("dpo", [], "rows of 256 tokens"),
+    ],
+)
+def test_a_plan_has_no_longer_sequences_than_the_model(tmp_path, capsys, command, words, lengths):
+    model = save_config(tmp_path, max_position_embeddings=128)
+    assert main(["plan", command, f"model={model}", "memory_gb=24", *words]) == 0
+    text = capsys.readouterr().out
+    assert lengths in text and text.startswith("the model has 128 positions") == (words[:1] != ["max_prompt_length=9"])
+
+
+def test_a_completion_that_fills_the_positions_is_refused_in_a_plan(tmp_path, capsys):
+    model = save_config(tmp_path, max_position_embeddings=128)
+    assert main(["plan", f"model={model}", "max_tokens=128"]) == 2
+    assert "rollout.max_tokens_to_generate=128 leaves no room in 128 positions" in capsys.readouterr().err

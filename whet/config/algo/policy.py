@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from whet.config.algo.base import AlgorithmConfig
 from whet.config.algo.unused_fields import check_fields_read
@@ -387,6 +387,20 @@ class GRPOConfig(PolicyConfig):
     Traceback (most recent call last):
     whet.errors.ConfigError: num_generations must be greater than 1, got 1: a completion is compared with its group
     """
+
+    REFUSED: ClassVar[dict[str, str]] = dict.fromkeys(
+        (
+            "clip_range_value",
+            "critic_updates",
+            "critic_warmup_steps",
+            "gae_lambda",
+            "value_loss_agg_mode",
+            "value_loss_fn",
+            "vf_coef",
+            "whiten_advantages",
+        ),
+        "GRPO has no critic; leave it out, or train with PPO (whet ppo, PPOConfig)",
+    )
 
     num_generations: Size = 2
     """G, the completions of each prompt. 1 needs an advantage_estimator that does not compare within the group."""
