@@ -235,7 +235,7 @@ def _plan(words: list[str]) -> None:
         raise ConfigError(f"memory_gb={sizes[-1]}: expected the gigabytes of a GPU, such as 24")
     count = counts[-1] if counts else "1"
     if not (count.isascii() and count.isdigit() and 0 < int(count) < 1e6):
-        raise ConfigError(f"num_processes={count}: expected the processes of torchrun, each with a GPU, such as 8")
+        raise ConfigError(f"num_processes={count}: expected a number of processes, each with a GPU, such as 8")
     config = load_command_config(kind, words)
     from whet.cli.plan import plan
 

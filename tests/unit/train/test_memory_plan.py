@@ -435,7 +435,7 @@ def test_the_command(tmp_path, capsys):
         ([f"model={tmp_path}"], "no model, tokenizer or run"),
         ([f"model={model}", "memory_gb=much"], "memory_gb=much: expected the gigabytes of a GPU"),
         ([f"model={model}", "memory=24"], "memory"),
-        ([f"model={model}", "num_processes=0"], "num_processes=0: expected the processes of torchrun"),
+        ([f"model={model}", "num_processes=0"], "num_processes=0: expected a number of processes"),
         ([f"model={model}", "trainer.context_parallel_size=2"], "does not divide the number of processes, 1"),
         ([f"model={model}", *nf4], "does not run on 2 processes"),
     ):
