@@ -32,7 +32,8 @@ from whet.rollout.base import Output, Sampling
 from whet.rollout.external_calls import CallTimeoutError
 from whet.run.signals import Stopped
 from whet.serve.agent_episodes import _events_record, _read_events
-from whet.serve.agent_server import AgentCall, AgentEnd
+from whet.serve.agent_server import AgentCall, AgentEnd, Inbox
+from whet.serve.api_errors import ApiError
 from whet.serve.calls import ROUTES
 from whet.types import Prompt
 
@@ -605,3 +606,12 @@ def test_an_agent_that_is_late_after_a_full_context_has_failed_and_the_model_has
     assert run.send([called("x" * 1000)]).phase == "agent"
     with pytest.raises(RewardError, match="give its calls limits of their own"):
         run.send([AgentEnd(error=CallTimeoutError("late"))])
+
+
+def test_an_inbox_that_is_closed_refuses_what_waits_and_what_comes():
+    inbox, waits = Inbox("k"), called()
+    inbox.put(waits)
+    inbox.close()
+    assert waits.answer.status == 410
+    with pytest.raises(ApiError, match="has ended"):
+        inbox.put(called())
