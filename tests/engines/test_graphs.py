@@ -23,7 +23,7 @@ from whet.rollout.base import Sampling
 from whet.rollout.engine import EmbeddedEngine, pool_runner, scheduler
 from whet.rollout.engine.cuda_graph import StepGraphs
 from whet.rollout.engine.growing_memory import GrowingMemory
-from whet.rollout.engine.kv_pool import PoolCase, _difference
+from whet.rollout.engine.kv_pool import KVPool, PoolCase, _difference
 from whet.rollout.engine.places import Places
 from whet.rollout.engine.runner import StepOutput
 
@@ -254,6 +254,27 @@ def test_the_comparison_of_a_gpu_accepts_the_kernel_and_no_other(kv, monkeypatch
     ignores = lambda *a, seqused_k, **k: varlen_attn(*a, **k, seqused_k=seqused_k + 1)
     monkeypatch.setattr(varlen, "varlen_attn", ignores)
     assert "a decode step is" in _difference(case)
+    for queries, words in ((8, "a decode step is nan"), (50, "its output is nan")):
+
+        def gives_nan(q, *rest, n=queries, **options):
+            out, lse = varlen_attn(q, *rest, **options)
+            return out * (torch.nan if len(q) == n else 1), lse
+
+        monkeypatch.setattr(varlen, "varlen_attn", gives_nan)
+        assert words in _difference(case)
+
+
+def test_the_place_of_padding_rows_is_zero_also_in_memory_that_has_come_back():
+    class Dirty(GrowingMemory):
+        def resize(self, size):
+            super().resize(size)
+            self.bytes.fill_(255)  # NaN, as what another program may have left
+
+    pool = KVPool(20, torch.device("cpu"), make=Dirty)
+    for _ in range(2):
+        pool.reserve(10)
+        assert not pool.layer(0, torch.ones(1, 2, 8), kv=1)[0].any()
+        pool.shrink(0)
 
 
 # ---- captures, replays and memory by the rules of torch.cuda's graphs: see cuda_standin.py
