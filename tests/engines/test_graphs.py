@@ -327,6 +327,15 @@ def test_graphs_are_captured_once_and_serve_updates_sleeps_and_other_samplings(m
     assert machine.device == 0 and machine.stream is None
 
 
+def test_steps_of_more_rows_than_a_graph_has_are_not_captured(machine, monkeypatch):
+    monkeypatch.setattr(pool_runner, "MAX_ROWS", 2)
+    model, work = small(), requests(prompts((3, 9)), Sampling(max_tokens=9), group=3)
+    same(run(on_gpu(model), work), plainly(model, work))
+    assert machine.captured == 0
+    run(on_gpu(model), work[:2])
+    assert machine.captured == 1
+
+
 def test_graphs_read_adapters_as_they_are_now_also_where_they_have_moved(machine):
     loaded = load_model(small().bfloat16(), dtype=torch.bfloat16, lora=LoraConfig(r=4))
     adapter = [p for n, p in loaded.module.named_parameters() if "lora_" in n]

@@ -483,3 +483,16 @@ def test_min_tokens_count_from_the_first_token_also_where_a_sequence_is_taken_up
     for i, o in want.items():
         assert got[i].tokens.tolist() == o.tokens.tolist()
         np.testing.assert_allclose(got[i].logprobs, o.logprobs, atol=1e-5)
+
+
+@EACH
+def test_an_update_takes_weights_that_were_written_without_a_trace(form):
+    model, work = build(), requests(prompts(), Sampling(max_tokens=9, temperature=0.0))
+    engine = EmbeddedEngine(model, **form)
+    before = run(engine, work)
+    for p in model.parameters():
+        p.data.mul_(-0.9)  # counts no new version of the tensor
+    engine.update_weights(1)
+    after, want = run(engine, work), run(EmbeddedEngine(model, **form), work)
+    tokens = lambda outputs: {i: o.tokens.tolist() for i, o in outputs.items()}
+    assert tokens(after) == tokens(want) != tokens(before)
