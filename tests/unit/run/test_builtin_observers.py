@@ -248,7 +248,7 @@ def test_a_metric_that_never_comes_is_an_error(train, fields, evals, said, caplo
 
 
 def test_a_metric_that_comes_late_is_no_error(train):
-    entropy, updated = [None, None, None, 0.5, *[None] * 6], {"learned": [UPDATED] * 10}
+    entropy, updated = [None, None, None, 0.5, *[None] * 6], {"learned": [UPDATED] * 10, "each": 9}
     assert train(9, entropy=entropy, stop_when={"entropy": Band(below=0.1)}, **updated).step == 9
     seen = {"entropy": entropy, "name": "parts", "stop_when": {"entropy": Band(below=0.1)}, **updated}
     train(3, **seen)
