@@ -209,12 +209,14 @@ def test_a_short_request_beside_a_long_one_is_counted_with_the_places_that_its_r
 
 def test_a_request_over_the_cache_is_refused_with_the_numbers(model):
     engine = EmbeddedEngine(model, kv_cache_tokens=64)
-    with pytest.raises(EngineError, match=r"40 prompt tokens \(a row of 64\) \+ 8 new tokens = 72, the cache holds 64"):
+    with pytest.raises(
+        EngineError, match=r"40 prompt tokens \(a row of 64\) \+ 8 new tokens = 72, but the cache holds 64"
+    ):
         engine.submit(requests(prompts((40,)), Sampling(max_tokens=8)))
 
 
 def test_a_request_over_the_positions_is_refused_with_the_numbers(model):
-    with pytest.raises(EngineError, match=r"40 prompt \+ 217 new tokens = 257, the model has 256 positions"):
+    with pytest.raises(EngineError, match=r"40 prompt \+ 217 new tokens = 257, but the model has 256 positions"):
         EmbeddedEngine(model).submit(requests(prompts((40,)), Sampling(max_tokens=217)))
 
 
@@ -453,7 +455,7 @@ def test_a_model_without_layout_is_refused_with_the_reason_and_the_way_out():
     import transformers as tf
 
     config = tf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
-    with pytest.raises(ConfigError, match="use engine 'hf'"):
+    with pytest.raises(ConfigError, match="use rollout_engine 'hf'"):
         EmbeddedEngine(tf.BloomForCausalLM(config))
 
 

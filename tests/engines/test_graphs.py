@@ -224,7 +224,7 @@ def test_without_a_bound_the_pool_takes_what_is_free_and_refuses_what_never_fits
     assert engine._runner.places.capacity == 200
     work = requests(prompts((3, 70, 40)), Sampling(max_tokens=45, stop_ids=STOPS), group=3)
     same(run(engine, work), run(EmbeddedEngine(model, max_batch=11), work))
-    with pytest.raises(EngineError, match=r"70 prompt tokens .* = 201, the cache holds 200"):
+    with pytest.raises(EngineError, match=r"70 prompt tokens .* = 201, but the cache holds 200"):
         engine.submit(requests(prompts((70,)), Sampling(max_tokens=131)))
 
 

@@ -369,7 +369,7 @@ def test_what_could_never_fit_is_refused_also_with_much_held(model):
     assert engine.stats().held == 1
     turn = replace(ask, tokens=np.concatenate([ask.tokens, made, said(0, 5)]))
     with pytest.raises(
-        EngineError, match=r"41 prompt tokens \(a row of 64\) \+ 37 new tokens = 101, the cache holds 100"
+        EngineError, match=r"41 prompt tokens \(a row of 64\) \+ 37 new tokens = 101, but the cache holds 100"
     ):
         engine.submit([replace(turn, sampling=Sampling(max_tokens=37))])
     engine.submit([replace(turn, sampling=Sampling(max_tokens=36))])

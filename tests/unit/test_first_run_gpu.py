@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import needs_gloo
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
@@ -82,7 +83,7 @@ def test_the_checks_themselves_pass_on_a_cpu(script, started, monkeypatch):
     monkeypatch.setitem(script.CHECKS, "update", lambda d: script.update(d, **small))
     monkeypatch.setitem(script.CHECKS, "recipe", lambda d: script.recipe(d, **small))
     said = []
-    script.run([name for name in script.CHECKS if name not in ("flex", "rest")], CPU, said.append)
+    script.run([name for name in script.CHECKS if name not in ("flex", "rest", "processes")], CPU, said.append)
     assert [row["check"] for row in said if row["ok"] is False] == [], said
     skipped = {row["check"] for row in said if row["ok"] is None}
     assert skipped >= {"second_device", "varlen", "vllm", "shared", "compiled"}
@@ -130,3 +131,56 @@ def test_varlen_is_compared_with_its_formula(script, monkeypatch):
     assert row["ok"] and len(row["found"]["off"]) == 12 and not any(row["found"]["off"]["keys cut off, 64"].values())
     monkeypatch.setattr(module, "varlen_attn", lambda *a, **o: tuple(x + 0.1 for x in attend(*a, **o)))
     assert "differs from the formula" in script.check("varlen", CPU)["error"]
+
+
+class Rounded(torch.autograd.Function):
+    """Attention of one segment, [H T D] and [KV S D], that rounds to bfloat16 where flash attention does."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, seen):
+        share = len(q) // len(k)
+        keys, values = (x.repeat_interleave(share, 0).float() for x in (k, v))
+        p = (q.float() @ keys.mT * 0.1).masked_fill(~seen, -torch.inf).softmax(-1)
+        out = (p.bfloat16().float() @ values).bfloat16()
+        ctx.save_for_backward(q, keys, values, p, out)
+        ctx.share = share
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, keys, values, p, out = ctx.saved_tensors
+        grad, sums = grad.float(), (grad.float() * out.float()).sum(-1, keepdim=True)
+        ds = (p * (grad @ values.mT - sums)).bfloat16().float()
+        of_heads = [(0.1 * ds.mT @ q.float()).bfloat16(), (p.bfloat16().float().mT @ grad).bfloat16()]
+        dk, dv = (x.unflatten(0, (-1, ctx.share)).sum(1) for x in of_heads)
+        return (0.1 * ds @ keys).bfloat16(), dk, dv, None
+
+
+def test_a_kernel_that_rounds_as_flash_attention_does_is_taken(script, monkeypatch):
+    import torch.nn.attention.varlen as module
+
+    def attend(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, seqused_k=None, **options):
+        outs, (left, right) = [], window_size
+        used = torch.diff(cu_k).tolist() if seqused_k is None else seqused_k.tolist()
+        for own, keys in zip(torch.arange(len(q)).split(torch.diff(cu_q).tolist()), used, strict=True):
+            row, column = torch.arange(len(own))[:, None], torch.arange(keys)
+            seen = (column >= row - left if left >= 0 else column >= 0) & (column <= row if right == 0 else column >= 0)
+            a, b, c = (x[own].transpose(0, 1) for x in (q, k, v))
+            outs.append(Rounded.apply(a, b[:, :keys], c[:, :keys], seen).transpose(0, 1))
+        options = {"window_size": window_size, **({} if seqused_k is None else {"seqused_k": seqused_k})}
+        return torch.cat(outs), script._segments(q, k, v, torch.diff(cu_q).tolist(), options)[1]
+
+    monkeypatch.setattr(module, "varlen_attn", attend)
+    monkeypatch.setattr(script, "_dtype", lambda device: torch.bfloat16)
+    row = script.check("varlen", CPU)
+    assert row["ok"] and 1e-3 < row["found"]["off"]["causal, 256"]["dv"] < 1e-2, row
+
+
+@needs_gloo
+@pytest.mark.full
+@pytest.mark.timeout(500)
+def test_two_processes_train_and_end_soon_where_one_fails(script, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    row = script.check("processes", CPU)
+    assert row["ok"] and row["found"]["seconds"].keys() == {"lengths", "lengths_and_fault"}, row

@@ -60,17 +60,24 @@ def run_and_report(program: str, work: Callable[[], Any]) -> int:
         except KeyboardInterrupt as stop:
             _print_error(f"\n{stop}" if str(stop) else "\nstopped")
             write_torchrun_error(str(stop) or "stopped by Ctrl-C (SIGINT)")
-            return 130
+            return _ends_with(130)
         except Exception as error:
             if isinstance(error, BrokenPipeError) and has_no_reader(sys.stdout):
                 return 0  # the reader of a pipe has seen enough
             if not _report_error(program, error):
                 write_torchrun_error("".join(traceback.format_exception(error)))
                 raise
-            return 2
+            return _ends_with(2)
         finally:
             flush_or_discard(sys.stdout)
     return 0
+
+
+def _ends_with(code: int) -> int:
+    """Returns the exit status of a process that ends by an error, which closes what it shares with others by it."""
+    if (processes := sys.modules.get("whet.parallel.processes")) is not None:
+        processes.end_with(code)
+    return code
 
 
 def _dispatch(command: str, words: list[str]) -> None:
@@ -228,7 +235,7 @@ def _plan(words: list[str]) -> None:
         raise ConfigError(f"memory_gb={sizes[-1]}: expected the gigabytes of a GPU, such as 24")
     count = counts[-1] if counts else "1"
     if not (count.isascii() and count.isdigit() and 0 < int(count) < 1e6):
-        raise ConfigError(f"num_processes={count}: expected the processes of torchrun, each with a GPU, such as 8")
+        raise ConfigError(f"num_processes={count}: expected a number of processes, each with a GPU, such as 8")
     config = load_command_config(kind, words)
     from whet.cli.plan import plan
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import shutil
 import subprocess
+import sysconfig
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from transformers import Qwen3Config
 
 from whet.config import RolloutConfig, RunConfig, load_run
+from whet.errors import format_exception
 from whet.native import build
 from whet.observe.environment import collect_environment
 from whet.rollout.base import Sampling
@@ -55,9 +61,7 @@ def doctor_text(memory: float | None = None) -> str:
     if memory is not None:
         lines["free memory"] = f"{memory / GB:.1f} GB"
         lines |= {f"largest Qwen3 by plan, {mode}": name or "none" for mode, name in largest_models(memory).items()}
-    if not cuda and _driver() is not None:
-        lines["to do"] = "the driver is there and torch has no CUDA: install a CUDA wheel of torch (pytorch.org)"
-    return "\n".join(f"- {name}: {value}" for name, value in lines.items())
+    return "\n".join(f"- {name}: {value}" for name, value in [*lines.items(), *(("to do", x) for x in _to_do(cuda))])
 
 
 def largest_models(memory: float) -> dict[str, str | None]:
@@ -105,6 +109,24 @@ def _sizes_of(name: str, words: tuple[str, ...], layers: int) -> tuple[RunConfig
         return config, measure_model(config.actor, trained=True)
 
 
+def _to_do(cuda: bool) -> Iterator[str]:
+    """Yields what is to be installed. Args: cuda: whether torch can use a GPU."""
+    if cuda and find_spec("triton"):
+        if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+            yield "Triton needs a C compiler: install gcc"
+        if not (header := Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+            yield f"Triton needs {header}: install Python's headers (python3-dev)"
+    if cuda or _driver() is None:
+        return
+    if torch.version.cuda is None:
+        yield "the driver is there and torch has no CUDA: install a CUDA wheel of torch (pytorch.org)"
+        return
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:  # as a rule the driver is older than the wheel's CUDA
+        yield f"torch has CUDA {torch.version.cuda} and finds no GPU: {format_exception(error, 400)}"
+
+
 def _driver() -> str | None:
     """Returns the version of NVIDIA's driver; None = it is not installed."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -124,12 +146,15 @@ def _bfloat16(cuda: bool) -> str:
 def _product(device: str) -> str:
     """Returns one measured product of matrices, as its speed."""
     size, dtype = (4096, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
-    x = torch.ones(size, size, dtype=dtype, device=device)
     seconds = []
-    for _ in range(3):  # the first one loads libraries
-        start = time.perf_counter()
-        float((x @ x)[0, 0])  # waits for the device
-        seconds.append(time.perf_counter() - start)
+    try:
+        x = torch.ones(size, size, dtype=dtype, device=device)
+        for _ in range(3):  # the first one loads libraries
+            start = time.perf_counter()
+            float((x @ x)[0, 0])  # waits for the device
+            seconds.append(time.perf_counter() - start)
+    except RuntimeError as error:  # the GPU is too old for the wheel, or another program has its memory
+        return f"failed: {format_exception(error, 200)}"
     speed = 2 * size**3 / min(seconds)
     text = f"{speed / 1e12:.1f} TFLOP/s" if speed >= 1e12 else f"{speed / 1e9:.1f} GFLOP/s"
     return f"{text} ({size} x {size}, {str(dtype).removeprefix('torch.')}, measured)"

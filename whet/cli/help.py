@@ -42,7 +42,7 @@ _LENGTHS = {
 _SAMPLING = {
     **_LENGTHS,
     "rollout.temperature": "sampling temperature; 1.0: the policy's own distribution",
-    "rollout_engine": "vllm, sglang, hf; auto: vllm where it can (whet docs engines)",
+    "rollout_engine": "vllm, sglang, hf; auto: vllm if it can run (whet docs engines)",
     "rollout.env_path": "env.py:Class, and rollout.max_turns=4 (whet docs environments)",
     "rollout.agent": "agent.py:agent: an agent as the episode (whet docs agents)",
 }
@@ -226,7 +226,7 @@ COMMON_KEYS: Mapping[str, Sequence[Group]] = {
         (
             "Server",
             {
-                "host": "address to listen at; others than loopback need an API key",
+                "host": "address to listen at; any but loopback needs an API key",
                 "port": "port to listen at; 0: a free one",
                 "api_key": "key of the clients; default: WHET_API_KEY, else a random one",
                 "served_model_name": "name of the model in requests; default: model as it is written",
@@ -286,7 +286,7 @@ COMMON_KEYS: Mapping[str, Sequence[Group]] = {
             "Keys",
             {
                 "runs": "run folders; `whet watch FOLDER ...` is short for it",
-                "host": "address to listen at; others than loopback need the token that is printed",
+                "host": "address to listen at; any but loopback needs the token that is printed",
                 "port": "port to listen at; 0: a free one",
                 "demo": "--demo: open a small run, which is made first if runs/watch-demo is not there",
             },
@@ -434,9 +434,9 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
     from whet.errors import ConfigError, nearest
 
     if topic and topic != "all":
-        keys = help_text(kind, only=short.get(topic, topic))
+        sections = [f.name for f in dataclasses.fields(kind)]
+        keys = help_text(kind, only=topic if topic in sections else short.get(topic, topic))  # `data` is both
         if not keys:
-            sections = [f.name for f in dataclasses.fields(kind)]
             near = nearest(topic, _sections(kind, short))
             raise ConfigError(
                 f"--help {topic}: there is no such section or key{near}; the sections are {', '.join(sections)}"

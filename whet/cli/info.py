@@ -8,7 +8,7 @@ from typing import Any
 
 from whet._version import __version__
 from whet.cli.registry import COMMANDS, INFO_COMMANDS, config_class
-from whet.errors import ConfigError, lookup_error
+from whet.errors import ConfigError, lookup_error, nearest
 from whet.util.text_lines import shorten_middle
 
 __all__ = ["info_text"]
@@ -44,16 +44,18 @@ def _recipes(word: str = "", name: str = "", folder: str = ".") -> str:
     return f"wrote {', '.join(map(str, copied))}\n  {command}"
 
 
-def _docs(name: str = "") -> str:
+def _docs(*words: str) -> str:
     from whet.util.package_files import find_in_pages, list_pages, read_page
 
+    name = " ".join(words)
     if not name:
         return f"{_format_list(list_pages())}\n\nwhet docs NAME prints one, whet docs WORD names those that have it."
     try:
         read_page(name)
     except ConfigError:
         if not (found := find_in_pages(name)):
-            raise
+            near, pages = nearest(name, list_pages()) or ".", ", ".join(list_pages())
+            raise ConfigError(f"no page is called {name!r}, and none has that word{near} Pages: {pages}") from None
         lines = _format_list({page: shorten_middle(headings, 90) for page, headings in found.items()})
         return f"No page is called {name}. These have the word, under these headings:\n\n{lines}"
     text = re.sub(r"^(```\w+) skip\b", r"\1", read_page(name).rstrip(), flags=re.MULTILINE)  # a mark for the tests

@@ -61,7 +61,7 @@ TRAINING_COMMANDS = ("demo", *RUN_COMMANDS)
 """The commands that train."""
 INFO_COMMANDS = {
     "recipes": "[copy NAME [FOLDER]]",
-    "docs": "[NAME]",
+    "docs": "[NAME | WORD ...]",
     "schema": "[COMMAND]",
     "completion": "bash|zsh|fish",
     "doctor": "",

@@ -205,6 +205,8 @@ def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mappi
     same = [k for k in whole if k.split(".")[-1] == path[-1]]
     near = nearest(path[-1], inside, prefix=".".join((*path[:-1], "")))
     near = near or (f"; did you mean {' or '.join(same[:3])}?" if same else nearest(key, [*keys, *short]))
+    if not near and hasattr(cls, "COMMAND"):
+        near = f"; `whet {cls.COMMAND} --help {'.'.join(path[:-1]) if inside and path[1:] else 'all'}` lists the keys"
     return f"unknown key {key}{near}"
 
 

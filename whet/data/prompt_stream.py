@@ -215,8 +215,8 @@ class PromptStream:
             )
         if self.once and (self.num_epochs or 1) > 1:
             raise ConfigError(
-                f"trainer.num_epochs {self.num_epochs}, but the data are an iterator that can be read once; give a "
-                "list or an object whose __iter__ starts again, or trainer.num_epochs=1"
+                f"trainer.num_epochs={self.num_epochs} needs data that can be read again, and an iterator can be read "
+                "once; give a list or an object whose __iter__ starts again, or trainer.num_epochs=1"
             )
         if self.kind != "rows":
             return

@@ -280,7 +280,7 @@ class PolicyLearner(RLLearner):
             )
         if updates > 1:
             raise EngineError(
-                "old_per_token_logps is not available for off-policy RL: the engine reports no logprobs and "
+                "old_logprobs are not available for off-policy RL: the engine reports no logprobs and "
                 f"{updates} updates follow each rollout; set algo.use_rollout_logps=False to recompute them"
             )
         if sampled_kl:

@@ -86,14 +86,14 @@ def find_truncation(
     >>> find_truncation({"completions/clipped_ratio": 0.4}) is None
     True
     >>> row = {"completions/clipped_ratio": 0.9, "completions/clipped_scored_ratio": 0.1, "completions/max_length": 64}
-    >>> find_truncation(row).message[:100]
-    '90% of completions were truncated, at 64 tokens, and 10% of those scored above 0; raise rollout.max_'
+    >>> find_truncation(row).message[:86]
+    '90% of completions were truncated, at 64 tokens, and 10% of those had a reward above 0'
     """
     share = row.get("completions/clipped_ratio", math.nan)
     if not share > MAX_TRUNCATED_SHARE:
         return None
     scored = row.get("completions/clipped_scored_ratio", math.nan)
-    of_those = "" if math.isnan(scored) else f", and {scored:.0%} of those scored above 0"
+    of_those = "" if math.isnan(scored) else f", and {scored:.0%} of those had a reward above 0"
     stops = ["its chat template (data.apply_chat_template=true)"] * can_set_template
     stops += ["its end token (rollout.eos_tokens)"] * can_set_eos
     advice = more_room

@@ -152,7 +152,7 @@ def _compare(run: Callable[..., Any], case: _Case) -> None:
         for a, b, exact in zip(*((x,) if isinstance(x, Tensor) else x for x in found)):
             ours, torchs = (float((x - exact).square().mean().sqrt()) for x in (a, b))
             if not ours <= MORE_ERROR * torchs:
-                raise ValueError(f"its numbers are {ours:.1e} off in the mean, those of torch's kernels {torchs:.1e}")
+                raise ValueError(f"its numbers are {ours:.1e} off on average, those of torch's kernels {torchs:.1e}")
 
 
 def _draw(case: _Case, count: int) -> tuple[Tensor, ...]:

@@ -48,6 +48,7 @@ from whet.models.prompt_tuning import PromptAdapter, is_prompt_tuned
 from whet.models.quantized import quantization_config
 from whet.models.weight_files import check_finite, in_file, without_weights
 from whet.storage.model_paths import ADAPTER_CONFIG
+from whet.util.device import sum_in_fp32
 
 __all__ = ["DTYPES", "check_device", "load_model", "save_model"]
 
@@ -114,6 +115,7 @@ def load_model(
             raise lookup_error("dtype", dtype, DTYPES)
         dtype = DTYPES[dtype]
     device = check_device(device)
+    sum_in_fp32(device)
     if attention == "flex" and device.type != "cuda":
         raise ConfigError(f"attention=flex needs a CUDA device, got {device}; set attention=auto")
     saved = _find_saved_adapter(model, lora, role)

@@ -296,6 +296,6 @@ def check_agreement(module: nn.Module, tokens: Sequence[int], reported: Sequence
     if not difference <= (limit := tolerance_for(next(module.parameters()).dtype, TOLERANCE)):
         raise EngineError(
             f"{engine} does not compute this model as transformers does: logprobs of a prompt of {len(tokens)} differ "
-            f"by {difference:.1e} in the mean (rounding: below {limit}); use rollout_engine 'embedded' or 'hf'"
+            f"by {difference:.1e} on average (rounding: below {limit}); use rollout_engine 'embedded' or 'hf'"
         )
     return difference

@@ -100,8 +100,8 @@ def check_request(
         raise EngineError(f"{name}: draw {request.draw} must be 0 or more: draws are counted from the rng_key's first")
     if positions is not None and length + s.max_tokens > positions:
         raise EngineError(
-            f"{name} can never fit: {length} prompt + {s.max_tokens} new tokens = {length + s.max_tokens}, the model "
-            f"has {positions} positions; shorten the prompt or max_tokens"
+            f"{name} can never fit: {length} prompt + {s.max_tokens} new tokens = {length + s.max_tokens}, but the "
+            f"model has {positions} positions; shorten the prompt or max_tokens"
         )
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocabulary:

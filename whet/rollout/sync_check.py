@@ -81,7 +81,7 @@ class SyncCheck:
             return
         raise EngineError(
             f"{self.ranks.describe()}: after the weights of version {policy.version} were sent, the logprobs of "
-            f"{type(driver.engine).__name__} differ from the trainer's by {self.gap:.1e} in the mean (rounding: below "
+            f"{type(driver.engine).__name__} differ from the trainer's by {self.gap:.1e} on average (rounding: below "
             f"{limit}), so it samples from another policy{_differing(driver.engine, sums)}; look for weights that it "
             "renamed, skipped or cast, or set rollout.sync_check_every_n_syncs=0 if it rounds that much"
         )

@@ -22,6 +22,7 @@ __all__ = [
     "on_device",
     "peak_flops",
     "peak_flops_by_name",
+    "sum_in_fp32",
 ]
 
 
@@ -34,6 +35,18 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     ...     pass
     """
     return torch.cuda.device(device) if device.type == "cuda" and device.index is not None else nullcontext()
+
+
+def sum_in_fp32(device: torch.device) -> None:
+    """Makes half-precision products on a GPU add in fp32 alone, from now on in the whole process.
+
+    Where a product has few rows, as in a decode step, cuBLAS divides its sums. By default torch lets it add the parts
+    in half precision, so the sampler's log-probabilities would be further from the trainer's than rounding.
+    Args: device: any device; nothing changes for a CPU.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def empty_cache(device: torch.device) -> None:

@@ -76,7 +76,7 @@ def read_page(name: str) -> str:
 
 
 def find_in_pages(word: str) -> dict[str, str]:
-    """Returns the pages that have a word, in any case: name -> the headings of the parts that have it.
+    """Returns the pages that have a word or a phrase, in any case: name -> the headings of the parts that have it.
 
     >>> find_in_pages("ulysses")["scaling"]
     'Long sequences'
@@ -84,13 +84,14 @@ def find_in_pages(word: str) -> dict[str, str]:
     whole = re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", re.IGNORECASE)
     found: dict[str, dict[str, None]] = {}
     for name in list_pages():
-        heading, in_code = "", False
+        heading, last, in_code = "", "", False
         for line in read_page(name).splitlines():
             in_code ^= line.startswith("```")
             if not in_code and re.match("#+ ", line):
                 heading = line.lstrip("# ")
-            if whole.search(line):
+            if whole.search(f"{last} {line}"):  # words may stand on two lines
                 found.setdefault(name, {})[heading] = None
+            last = line
     return {name: "; ".join(headings) for name, headings in found.items()}
 
 

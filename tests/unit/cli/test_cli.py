@@ -122,6 +122,8 @@ def test_help_of_a_section_or_key_shows_it_alone(capsys):
     assert "  rollout.vllm.max_num_seqs=" in capsys.readouterr().out
     main(["grpo", "--help", "actor.lr"])
     assert capsys.readouterr().out.startswith("  actor.optim.lr=null")
+    main(["grpo", "--help", "data"])  # a section, and the short key of data.path
+    assert "  data.batch_size=8" in capsys.readouterr().out
     assert main(["grpo", "--help", "rolout"]) == 2
     assert "--help rolout: there is no such section or key; did you mean rollout" in capsys.readouterr().err
 

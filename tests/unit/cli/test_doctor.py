@@ -1,6 +1,7 @@
 import pytest
+import torch
 
-from whet.cli import main
+from whet.cli import doctor, main
 from whet.cli.doctor import _sizes, _sizes_of, doctor_text, largest_models
 from whet.train.memory_plan import GB
 
@@ -30,3 +31,39 @@ def test_the_doctor_names_them(monkeypatch):
     text = doctor_text(24 * GB)
     assert "- free memory: 24.0 GB\n- largest Qwen3 by plan, all weights: 0.6B\n" in text
     assert "largest Qwen3 by plan, LoRA: none" in text
+
+
+def test_the_doctor_says_why_torch_finds_no_gpu_though_there_is_a_driver(monkeypatch):
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).")
+
+    monkeypatch.setattr(doctor, "_driver", lambda: "550.54")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "install a CUDA wheel of torch" in doctor_text().splitlines()[-1]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    last = doctor_text().splitlines()[-1]
+    assert (
+        last.startswith("- to do: torch has CUDA 13.0 and finds no GPU: ") and "too old (found version 12040)" in last
+    )
+
+
+def test_the_doctor_says_what_triton_needs(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name == "triton")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert [line.split(":")[0] for line in doctor._to_do(True)] == [
+        "Triton needs a C compiler", f"Triton needs {tmp_path}/Python.h"
+    ]  # fmt: skip
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CC", "cc")
+    assert not list(doctor._to_do(True))
+
+
+def test_the_doctor_goes_on_where_the_gpu_runs_nothing(monkeypatch):
+    def ones(*sizes, **options):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+    monkeypatch.setattr(torch, "ones", ones)
+    assert "- matrix product: failed: RuntimeError: CUDA error: no kernel image" in doctor_text()

@@ -64,7 +64,9 @@ def test_pages_are_printed_by_name(capsys):
     assert main(["docs", "gpu_memory_utilization"]) == 0
     assert re.search(r"(?m)^from-verl +Rollout$", capsys.readouterr().out)
     assert main(["docs", "lorra"]) == 2 and "did you mean lora?" in capsys.readouterr().err
-    assert main(["docs", "a", "b"]) == 2 and "expected whet docs [NAME]" in capsys.readouterr().err
+    assert main(["docs", "context", "length"]) == 0
+    assert re.search(r"(?m)^glossary +Glossary$", capsys.readouterr().out)
+    assert main(["docs", "a", "b"]) == 2 and "no page is called 'a b', and none has" in capsys.readouterr().err
 
 
 def test_a_link_to_another_page_is_the_command_that_prints_it(capsys):

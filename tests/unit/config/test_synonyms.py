@@ -103,6 +103,8 @@ def test_every_entry_of_the_tables_is_of_use():
         ("grpo", "rollout.multi_turn.enable", "rollout.max_turns=4 makes episodes of several turns"),
         ("grpo", "tools", "rollout.env_path=env.py:Class"),
         ("grpo", "environment_factory", "did you mean rollout.env_path?"),
+        ("sft", "reward", "unknown key reward; `whet sft --help all` lists the keys"),
+        ("dpo", "algo.num_generations", "unknown key algo.num_generations; `whet dpo --help algo` lists the keys"),
         ("grpo", "n_samples_per_prompt", "num_generations?"),
     ],
 )

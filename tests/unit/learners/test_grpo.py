@@ -194,7 +194,7 @@ def test_sampler_and_trainer_are_compared_before_the_policy_moves():
 
 
 def test_off_policy_updates_without_any_old_logprobs_are_refused_with_the_way_out(monkeypatch):
-    with pytest.raises(EngineError, match=r"old_per_token_logps is not available for off-policy RL.*use_rollout_logps"):
+    with pytest.raises(EngineError, match=r"old_logprobs are not available for off-policy RL.*use_rollout_logps"):
         learner(cluster(engine=Silent), num_iterations=2).train(rows(4))
     assert learner(cluster(engine=Silent)).train(rows(4)).step == 1
     made = learner(cluster(engine=Silent), num_iterations=2, use_rollout_logps=False)

@@ -36,11 +36,11 @@ def test_most_completions_cut_and_how_many_of_those_scored():
     row = {"completions/clipped_ratio": 0.75, "completions/clipped_scored_ratio": 0.02}
     found = find_truncation({**row, "completions/max_length": 512.0})
     assert found.message.startswith(
-        "75% of completions were truncated, at 512 tokens, and 2% of those scored above 0; raise "
+        "75% of completions were truncated, at 512 tokens, and 2% of those had a reward above 0; raise "
     )
     assert "rollout.max_tokens_to_generate" in found.message and found.severity == 0.75
     assert find_truncation(row, more_room=SHORTEN_PROMPTS, can_set_template=False, can_set_eos=False).message.endswith(
-        f"scored above 0; {SHORTEN_PROMPTS}"
+        f"had a reward above 0; {SHORTEN_PROMPTS}"
     )
     assert find_truncation(row, can_set_template=False).message.endswith(
         "; if the model never ends a completion by itself, give it its end token (rollout.eos_tokens)"

@@ -1,4 +1,5 @@
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,16 @@ def test_a_folder_is_read_in_the_dtype_asked_for(tmp_path, dtype):
     assert {p.dtype for p in loaded.module.parameters()} == {getattr(torch, dtype)}
     assert loaded.packable, loaded.unpackable_reasons
     assert loaded.module.model.rotary_emb.inv_freq.dtype == torch.float32  # bf16 angles would be off at long positions
+
+
+def test_products_of_a_model_on_a_gpu_add_in_fp32_alone(monkeypatch):
+    flags = {f"allow_{kind}_reduced_precision_reduction": True for kind in ("fp16", "bf16")}
+    monkeypatch.setattr(torch.backends.cuda, "matmul", found := SimpleNamespace(**flags))
+    monkeypatch.setattr("whet.models.load.check_device", torch.device)  # there is no GPU
+    load_model(tiny())
+    assert vars(found) == flags
+    load_model(tiny(), device="cuda", on_cpu=True)
+    assert vars(found) == dict.fromkeys(flags, False)
 
 
 def test_master_weights_are_fp32_unless_told_otherwise(tmp_path):

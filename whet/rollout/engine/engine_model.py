@@ -33,7 +33,8 @@ class EngineModel:
             )
         if not model.packable:
             raise ConfigError(
-                f"the embedded engine can't run this model: {'; '.join(model.unpackable_reasons)}; use engine 'hf'"
+                f"the embedded engine can't run this model: {'; '.join(model.unpackable_reasons)}; use "
+                "rollout_engine 'hf'"
             )
         self.loaded = copy.deepcopy(model) if own_weights else model  # with its heads and adapter
         self.shared = not own_weights

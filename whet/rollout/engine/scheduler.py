@@ -121,7 +121,7 @@ class Scheduler:
         if bound is not None and row + new > bound:
             raise EngineError(
                 f"request {request.id} can never fit: {len(request.tokens)} prompt tokens (a row of {row}) + {new} new "
-                f"tokens = {row + new}, the cache holds {bound}; raise rollout.kv_cache_tokens, or "
+                f"tokens = {row + new}, but the cache holds {bound}; raise rollout.kv_cache_tokens, or "
                 "shorten the prompt or max_tokens"
             )
 
