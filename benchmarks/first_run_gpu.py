@@ -39,6 +39,19 @@ MAX_TOKENS = 48
 """Tokens of a completion."""
 BOUND = 600
 """Places of a KV cache in which 24 completions are not all at once."""
+ALONE = """
+import os
+import whet.models.forward
+
+def lengths(completions, **_):
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+
+def lengths_and_fault(completions, **_):
+    if os.environ["RANK"] == "1":
+        whet.models.forward.model_stats = None
+    return lengths(completions)
+"""
+"""Rewards of two processes; after the second one rank 1 fails in its forward pass, where rank 0 waits for it."""
 
 
 class SkipError(Exception):
@@ -602,6 +615,35 @@ def recipe(
     return {**last, "chosen": [line.strip() for line in chosen if line.strip().startswith(keys)]}
 
 
+def processes(device: Any, seconds: int = 240) -> dict[str, Any]:
+    """Two processes, over NCCL: two steps of a small run, and how soon a run ends where one process fails alone."""
+    import torch
+
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        raise SkipError("there is one device")
+    tokenizer, took = tasks.char_tokenizer(), {}
+    with tempfile.TemporaryDirectory() as folder:
+        tasks.make_model(Path(folder) / "model", "tiny", tokenizer)
+        rows = tasks.make_rows(tasks.Workload(prompt=8, max_tokens=8, prompts=4), 2, tokenizer)
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (Path(folder) / "rows.jsonl").write_text(lines, encoding="utf-8")
+        (Path(folder) / "rewards.py").write_text(ALONE, encoding="utf-8")
+        command = [
+            *("timeout", str(seconds), sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc_per_node=2", "-m", "whet", "grpo", f"model={folder}/model", f"data={folder}/rows.jsonl"),
+            *("algo.num_generations=4", "algo.beta=0", "data.batch_size=4", "rollout.max_prompt_length=8"),
+            *("rollout.max_tokens_to_generate=8", "trainer.max_steps=2", "trainer.view=lines"),
+        ]
+        for code, reward in enumerate(("lengths", "lengths_and_fault")):
+            names = [f"reward={folder}/rewards.py:{reward}", f"trainer.run_dir={folder}/{reward}"]
+            start = time.perf_counter()
+            done = subprocess.run([*command, *names], capture_output=True, text=True)
+            took[reward] = round(time.perf_counter() - start, 1)
+            said = done.stderr.strip().splitlines()[-20:]
+            need(done.returncode == code, f"{reward}: exit code {done.returncode} (124: after {seconds} s): {said}")
+    return {"seconds": took}
+
+
 def offload(device: Any) -> dict[str, Any]:
     """What lies on the host between uses comes back to the bit."""
     import torch
@@ -626,7 +668,7 @@ CHECKS: dict[str, Callable[[Any], dict[str, Any]]] = {
     f.__name__: f
     for f in (
         captures, engines, second_device, fallback, threads, flex, varlen, compiled, tokens, adapters, kept, masked,
-        rest, vllm, shared, blocking, sanitizer, kernels, recipe, update, offload,
+        rest, vllm, shared, blocking, sanitizer, kernels, recipe, update, offload, processes,
     )
 }  # fmt: skip
 """By name, in order: what would give wrong tokens or end a run, then memory, then speed."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import cluster, length_reward, rows, tiny_model
 from peft import PeftModel
+from safetensors.torch import load_file
 from tiny import build
 from torch import nn
 
@@ -39,7 +40,10 @@ class FusedLLM:
     """vLLM's tensors of a model, loaded from it. Args: change: of a tensor, given its name."""
 
     def __init__(self, model, change=lambda name, tensor: tensor):
-        base = {name: p.data for name, (p, _) in base_parameters(model).items()}
+        base, seen = {}, set()
+        for name, (p, _) in base_parameters(model).items():
+            base |= {} if id(p) in seen else {name: p.data}  # a tied head has no tensor of its own
+            seen.add(id(p))
         self.model = nn.Module()
         self.model.packed_modules_mapping = FUSED
         self.tensors = {}
@@ -87,6 +91,7 @@ def test_views_give_the_outputs_and_gradients_of_copies(family, tied, caplog):
     assert all(p.untyped_storage().data_ptr() in storages for p in frozen)
     assert_equal(outputs(model), want)
     shared.to_host()
+    assert shared.shared_bytes == 0
     for tensor in llm.tensors.values():
         tensor.fill_(torch.nan)  # as memory that vLLM has freed
     shared.to_device()
@@ -101,9 +106,10 @@ def changed(tensor):
 
 @pytest.mark.parametrize(
     "change",
-    [changed, lambda t: t[:0].clone(), lambda t: t.bfloat16(), lambda t: t[:-1], lambda t: t.T.contiguous()],
-    ids=["another number", "packed", "dtype", "rows", "layout"],
-)
+    [changed, lambda t: t[:0].clone(), lambda t: t.bfloat16(), lambda t: t[:-1], lambda t: t.T.contiguous(),
+     torch.inference_mode()(torch.clone)],
+    ids=["another number", "packed", "dtype", "rows", "layout", "no autograd"],
+)  # fmt: skip
 def test_a_tensor_that_is_not_the_trainers_keeps_its_copy(change, caplog):
     model = adapted(build("llama", tie_word_embeddings=False))
     want = outputs(model)
@@ -124,13 +130,23 @@ def test_a_tensor_that_is_not_the_trainers_keeps_its_copy(change, caplog):
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_the_file_of_an_adapter_is_read_by_peft(tmp_path, rslora):
-    model = adapted(build("llama"), use_rslora=rslora, target_modules=["q_proj", "down_proj"])
+    model = adapted(build("llama"), use_rslora=rslora, lora_alpha=12, target_modules=["q_proj", "down_proj"])
     shared = SharedWeights(model)
     trained = list(shared.adapter_weights())
     shared.write_adapter(trained, tmp_path)
     read = PeftModel.from_pretrained(build("llama"), tmp_path)
     torch.testing.assert_close(read(IDS).logits, model(IDS).logits)
     assert shared.arguments()["max_lora_rank"] == 8
+    shared.write_adapter([(name, tensor.bfloat16()) for name, tensor in trained], tmp_path)
+    values, scale = load_file(tmp_path / "adapter_model.safetensors"), 12 / 2 if rslora else 12 / 4
+    for name, tensor in trained:
+        factor = scale if "lora_B" in name else 1.0  # in fp32, in which vLLM rounds it once
+        assert torch.equal(
+            values[f"base_model.model.{name.replace('.default', '')}"], tensor.bfloat16().float() * factor
+        )
+    for rank, most in ((8, 8), (9, 16)):
+        shared.rank = rank
+        assert shared.arguments()["max_lora_rank"] == most
     assert shared.arguments()["lora_target_modules"] == ["down_proj", "q_proj"]
     with pytest.raises(EngineError, match="leave out lora_A of model"):
         shared.write_adapter(trained[1:], tmp_path)
@@ -146,6 +162,11 @@ def test_what_can_not_be_shared_is_said():
     several = adapted(build("llama"))
     next(m for m in several.modules() if hasattr(m, "lora_A")).r["default"] = 2
     assert "ranks [2, 4]" in sharing_obstacle(several)
+    for rank, is_refused in ((512, False), (513, True)):
+        for m in several.modules():
+            if hasattr(m, "lora_A"):
+                m.r["default"] = rank
+        assert bool(sharing_obstacle(several)) is is_refused
 
 
 class SharingEngine(EmbeddedEngine):

@@ -2,17 +2,20 @@
 
 import importlib.metadata
 import importlib.util
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import cluster
+from helpers import cluster, tiny_model
 from tiny import requests
 
 from whet.config import RolloutConfig
+from whet.config.lora import LoraConfig
 from whet.errors import EngineError
-from whet.rollout import check_engine
+from whet.models.lora import add_adapter
+from whet.rollout import check_engine, vllm
 from whet.rollout.auto_engine import choose_engine
 from whet.rollout.base import EngineStats, Sampling
 from whet.rollout.vllm import TESTED, VLLMEngine
@@ -35,7 +38,11 @@ class LLM:
 
     @property
     def llm_engine(self):
-        return SimpleNamespace(step=lambda: self.log.append("flush"), add_lora=lambda lora: self.log.append("adapter"))
+        return SimpleNamespace(
+            step=lambda: self.log.append("flush"),
+            add_lora=lambda lora: self.log.append(f"adapter from {lora.path}, again: {lora.load_inplace}"),
+            engine_core=SimpleNamespace(shutdown=lambda: self.log.append("end")),
+        )
 
     def release_kv_cache_memory(self):
         assert self.log[-1] == "flush", "as vLLM, which has requests that ended to tell of"
@@ -58,15 +65,37 @@ def sleeping_engine(shared=None):
     return engine
 
 
-def test_shared_weights_stay_while_the_cache_goes():
+def test_shared_weights_stay_while_the_cache_goes(monkeypatch, tmp_path):
+    named = lambda name, number, path, load_inplace: SimpleNamespace(path=path, load_inplace=load_inplace)
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=named))
     engine = sleeping_engine(SimpleNamespace(write_adapter=lambda weights, folder: list(weights)))
+    engine._adapter_folder = tmp_path
+    assert engine._adapter().load_inplace is False  # of a request
     engine.sleep(), engine.sleep()
     engine.wake_up()
     assert engine.step() == []  # without an update: the weights are there
     engine.update_weights(1, iter([("lora_A", torch.ones(1))]))
     engine.sleep(), engine.wake_up()
     asleep = ["drop", "sleep 0", "flush", "release", "wake kv_cache"]
-    assert engine._llm.log == [*asleep, "adapter", "drop", *asleep]
+    log = engine._llm.log
+    assert log == [*asleep, f"adapter from {tmp_path}, again: True", "drop", *asleep]
+    log.clear()
+    engine._shared.to_host, engine._shared.to_device = lambda: log.append("to host"), lambda: log.append("to device")
+    engine.close()
+    assert log == ["to host", "end", "to device"] and not tmp_path.exists()
+
+
+def test_weights_are_not_shared_where_a_step_of_vllm_stays_under_way_or_its_version_is_unknown(caplog):
+    module = tiny_model()
+    add_adapter(module, LoraConfig(r=4))
+    for options, version, reason in (
+        ({}, f"{TESTED[0]}.1", None),
+        ({"async_scheduling": True}, f"{TESTED[0]}.1", "async_scheduling=true keeps a step"),
+        ({}, f"{TESTED[0]}0.1", f"vLLM {TESTED[0]}0.1 is installed"),
+    ):
+        config = RolloutConfig(vllm={"share_weights": True, **options})
+        assert (vllm._shared_weights(module, config, version) is None) is (reason is not None)
+        assert reason is None or reason in caplog.text
 
 
 def test_weights_come_between_the_memory_for_them_and_that_for_the_cache():
@@ -126,15 +155,12 @@ class Core:
 def test_a_request_is_read_once_and_what_it_drew_before_where_that_is_needed(monkeypatch):
     engine, core = object.__new__(VLLMEngine), Core()
     monkeypatch.setattr(VLLMEngine, "_check_requests", lambda *a, **k: None)
-    monkeypatch.setattr(
-        VLLMEngine,
-        "update_weights",
-        lambda self, version: (self._record_drawn(self._in_flight), setattr(self, "version", version)),
-    )
     engine._vllm = SimpleNamespace(
         SamplingParams=SimpleNamespace, sampling_params=SimpleNamespace(RequestOutputKind=KINDS)
     )
-    engine._llm, engine._extra, engine._in_flight, engine._done = SimpleNamespace(llm_engine=core), {}, {}, []
+    llm = SimpleNamespace(collective_rpc=lambda *a, **k: None, reset_prefix_cache=lambda **k: True, llm_engine=core)
+    engine._llm, engine._extra, engine._in_flight, engine._done = llm, {}, {}, []
+    engine._names, engine._sleeps = SimpleNamespace(complete=iter), False
     engine._shared, engine._adapter_folder = None, ""
     engine._decode, engine._stats, engine.version, engine._asleep, engine._has_weights = (
         None,
@@ -149,7 +175,7 @@ def test_a_request_is_read_once_and_what_it_drew_before_where_that_is_needed(mon
         engine._step_vllm()
     assert engine.stats().live == 3 and core.returned == 0
     assert engine.peek([0])[0].tokens.tolist() == [10, 11]
-    engine.update_weights(2)
+    engine.update_weights(2, iter(()))
     engine._step_vllm()
     (gone,) = engine.abort([2])
     assert (gone.tokens.tolist(), gone.versions.tolist()) == ([10, 11, 12], [1, 1, 2])

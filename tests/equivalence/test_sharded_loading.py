@@ -13,6 +13,7 @@ from helpers import full
 from mesh_programs import biased_model, join
 from processes import as_torchrun, free_port, needs_gloo, start, wait
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForSequenceClassification,
@@ -27,9 +28,9 @@ from whet.config.lora import LoraConfig
 from whet.errors import ConfigError, OtherRankError
 from whet.models.heads import add_score_head
 from whet.models.load import load_model, save_model
-from whet.models.weight_files import in_file
+from whet.models.weight_files import InFile, _is_whole, check_finite, in_file
 from whet.parallel.fsdp import FSDPPlacement
-from whet.parallel.loading import load_sharded, receive
+from whet.parallel.loading import _digest, load_sharded, receive
 from whet.parallel.mesh import make_mesh
 from whet.parallel.ranks import Ranks
 from whet.train.supervised_models import SupervisedModels
@@ -252,6 +253,30 @@ def meet_faults(rank, size, folder):
         if rank == 1:  # on a host without the files
             patch.setattr("whet.parallel.loading._digest", lambda file: None)
         assert not any(map(in_file, loads("whole").module.parameters()))
+
+
+def test_a_transposed_square_is_another_tensor_and_numbers_whose_norm_overflows_are_finite():
+    empty = torch.empty(3, 3)
+    assert _is_whole(empty.view(3, 3), empty) and not _is_whole(empty.T, empty)
+    check_finite(torch.full((9,), 3e38), "m", "w")
+    with pytest.raises(ConfigError, match="NaN or infinite numbers in w"):
+        check_finite(torch.tensor([1.0, torch.inf]), "m", "w")
+
+
+def test_files_that_differ_in_length_or_in_the_middle_are_told_apart(tmp_path):
+    zeros, digests = bytes(2**20), set()
+    for name, content in (("a", zeros), ("b", zeros + bytes(9)), ("c", zeros[: 2**19] + b"x" + zeros[: 2**19 - 1])):
+        (tmp_path / name).write_bytes(content)
+        digests.add(_digest(str(tmp_path / name)))
+    assert len(digests) == 3 and _digest(str(tmp_path / "none")) is None
+
+
+def test_what_is_read_is_rounded_as_the_model_is_whatever_its_parameters_are_by_then(tmp_path):
+    save_file({"w": torch.full((2, 3), 1 / 3)}, tmp_path / "m.safetensors")
+    p = nn.Parameter(torch.empty(2, 3, device="meta"), requires_grad=False)
+    p.whet_in_file = InFile(str(tmp_path / "m.safetensors"), "w", torch.bfloat16)
+    receive([p], torch.device("cpu"), Ranks())
+    assert torch.equal(p, torch.full((2, 3), 1 / 3).bfloat16().float()) and not p.requires_grad
 
 
 @needs_gloo

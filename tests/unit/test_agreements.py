@@ -10,7 +10,7 @@ from helpers import END, cluster, tiny_model
 
 from whet import Sampler
 from whet.cli.chat import Chat
-from whet.config import ProfilerOptions, RolloutConfig
+from whet.config import ProfilerOptions, Role, RolloutConfig, TrainingConfig
 from whet.config.generate import ChatConfig
 from whet.errors import ConfigError, DataError, EngineError
 from whet.models.load import load_model
@@ -20,10 +20,19 @@ from whet.rollout.base import Constraint, Output, Request, Sampling
 from whet.rollout.build import make_sampling
 from whet.rollout.driver import stream
 from whet.rollout.queue_engine import QueueEngine
+from whet.train.role_workers import RoleWorkers
 
 
 def test_top_k_of_minus_one_is_off():
     assert make_sampling(RolloutConfig(top_k=-1), (1,)).top_k == 0
+
+
+def test_a_module_on_the_cpu_is_named_where_there_is_a_gpu(monkeypatch, caplog):
+    cluster()
+    monkeypatch.setattr(RoleWorkers, "device", lambda self, role: torch.device("cuda"))
+    assert "though there is a GPU" not in caplog.text
+    RoleWorkers(TrainingConfig()).load(Role.ACTOR, tiny_model())
+    assert "the actor is a module on the CPU, and runs there, though there is a GPU" in caplog.text
 
 
 def test_a_sampler_takes_fp32_on_a_gpu_that_only_emulates_bf16(monkeypatch):

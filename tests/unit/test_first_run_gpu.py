@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import needs_gloo
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
@@ -82,7 +83,7 @@ def test_the_checks_themselves_pass_on_a_cpu(script, started, monkeypatch):
     monkeypatch.setitem(script.CHECKS, "update", lambda d: script.update(d, **small))
     monkeypatch.setitem(script.CHECKS, "recipe", lambda d: script.recipe(d, **small))
     said = []
-    script.run([name for name in script.CHECKS if name not in ("flex", "rest")], CPU, said.append)
+    script.run([name for name in script.CHECKS if name not in ("flex", "rest", "processes")], CPU, said.append)
     assert [row["check"] for row in said if row["ok"] is False] == [], said
     skipped = {row["check"] for row in said if row["ok"] is None}
     assert skipped >= {"second_device", "varlen", "vllm", "shared", "compiled"}
@@ -173,3 +174,13 @@ def test_a_kernel_that_rounds_as_flash_attention_does_is_taken(script, monkeypat
     monkeypatch.setattr(script, "_dtype", lambda device: torch.bfloat16)
     row = script.check("varlen", CPU)
     assert row["ok"] and 1e-3 < row["found"]["off"]["causal, 256"]["dv"] < 1e-2, row
+
+
+@needs_gloo
+@pytest.mark.full
+@pytest.mark.timeout(500)
+def test_two_processes_train_and_end_soon_where_one_fails(script, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    row = script.check("processes", CPU)
+    assert row["ok"] and row["found"]["seconds"].keys() == {"lengths", "lengths_and_fault"}, row

@@ -307,6 +307,8 @@ def _probe(case: FlexCase) -> str | None:
 
     try:
         return run_in_thread(case.device, compare)
+    except torch.OutOfMemoryError:  # no fault of the kernel: it is tried again
+        raise
     except Exception as error:  # dynamo, inductor, triton and its C compiler have many exception classes
         return f"it does not compile: {format_exception(error, 200)}"
 

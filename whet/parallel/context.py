@@ -53,7 +53,7 @@ class UlyssesLayout(Layout):
     ) -> Tensor:
         """See Layout: q [1 H t D], k and v [1 KV t D], result [1 H t D]."""
         size, rank = self.group.size(), self.group.rank()
-        repeats = kv_repeats(q.shape[1], k.shape[1], size)
+        repeats = kv_repeats(k.shape[1], size)
         if repeats > 1:
             k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
         q, k, v = (_Exchange.apply(x, self.group, True) for x in (q, k, v))
@@ -89,16 +89,15 @@ def _exchange(x: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
     return received.reshape(1, size * heads, tokens // size, width)
 
 
-def kv_repeats(heads: int, kv_heads: int, size: int) -> int:
+def kv_repeats(kv_heads: int, size: int) -> int:
     """Returns how often each KV head is repeated so that every process has the KV heads of its query heads.
 
-    Args: heads: H, a multiple of both others. kv_heads: before. size: c.
+    Args: kv_heads: before. size: c. The number of query heads is a multiple of both.
 
-    >>> kv_repeats(8, 4, 2), kv_repeats(8, 2, 4), kv_repeats(12, 3, 2)
+    >>> kv_repeats(4, 2), kv_repeats(2, 4), kv_repeats(3, 2)
     (1, 2, 2)
     """
-    least, group = size // math.gcd(kv_heads, size), heads // kv_heads
-    return least if group % least == 0 else group
+    return size // math.gcd(kv_heads, size)
 
 
 def check_heads(config: Any, size: int, name: str, tensor_parallel_size: int = 1) -> None:

@@ -5,6 +5,10 @@
 Every process runs the same program. `join_processes` reads torchrun's environment, selects the process's device, and
 opens two process groups: one for tensors (NCCL between GPUs, gloo on a CPU), and a gloo group for what the processes
 agree on, so that pickled objects never pass through a GPU.
+
+torchrun has a store in which processes find each other's addresses. It keeps it when it starts them again
+(`--max-restarts`), and torch would read addresses of the processes before (pytorch/pytorch#135712), so the processes of
+each start agree on a part of the store of their own. TORCHELASTIC_RESTART_COUNT can't name it: hosts count apart.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import logging
 import os
 import sys
 import time
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -66,6 +71,9 @@ def join_processes(timeout_s: float = TIMEOUT_S) -> Ranks:
 
 def _open_process_group(timeout: datetime.timedelta) -> None:
     """Initializes the default process group from torchrun's environment."""
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] # torch documents it
+    from torch.distributed.rendezvous import rendezvous
+
     cuda = torch.cuda.is_available()
     if cuda:
         count = torch.cuda.device_count()
@@ -76,8 +84,12 @@ def _open_process_group(timeout: datetime.timedelta) -> None:
             )
         torch.cuda.set_device(local_rank())
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
-    except (RuntimeError, ValueError) as error:  # ValueError: MASTER_ADDR is missing
+        store, own, size = next(rendezvous("env://", timeout=timeout))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = PrefixStore(_name_of_start(store, own, size, timeout), store)
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=own, world_size=size, timeout=timeout)
+    except (RuntimeError, TimeoutError, ValueError) as error:  # ValueError: MASTER_ADDR is missing
         raise ConfigError(
             f"the {world_size()} processes can't reach each other: {format_exception(error, 300)}; start them with "
             "torchrun, which sets MASTER_ADDR and MASTER_PORT"
@@ -95,6 +107,33 @@ def _open_process_group(timeout: datetime.timedelta) -> None:
 def end_with(code: int) -> None:
     """Notes that this process ends by an error, with an exit status: see `_close_process_group`."""
     _exit_codes.append(code)
+
+
+def _name_of_start(store: Any, own: int, size: int, timeout: datetime.timedelta) -> str:
+    """Returns a name on which the processes of this start agree, whatever earlier ones have left in the store.
+
+    Each process writes a name for itself. Rank 0 answers under that name, which nobody had before, and a process that
+    was answered confirms it under the name of the start. Nobody reads an answer to a name of an earlier start.
+
+    Args: store: torch.distributed's. own: this rank. size: the number of processes. timeout: for the others to come.
+    Raises: TimeoutError: a rank has not come.
+    """
+    name, others = uuid.uuid4().hex, range(1, size)
+    if own:
+        store.set(f"whet/{own}", name)
+        store.wait([f"whet/start of {name}"], timeout)
+        start = store.get(f"whet/start of {name}").decode()
+        store.set(f"whet/{start}/{own}", "")
+        return start
+    end = time.monotonic() + timeout.total_seconds()
+    while missing := [r for r in others if not store.check([f"whet/{name}/{r}"])]:
+        if time.monotonic() > end:
+            raise TimeoutError(f"rank {', '.join(map(str, missing))} did not come within {timeout.total_seconds():g} s")
+        for r in missing:
+            if store.check([f"whet/{r}"]):
+                store.set(f"whet/start of {store.get(f'whet/{r}').decode()}", name)
+        time.sleep(0.01)
+    return name
 
 
 def _close_process_group() -> None:

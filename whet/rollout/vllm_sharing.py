@@ -84,7 +84,7 @@ def views_of_fused(
         if not tensor.dim() or any(name not in shapes for name in names):
             continue
         rows = [shapes[name][0] for name in names]
-        if sum(rows) == len(tensor) or (last not in fused and sum(rows) < len(tensor)):
+        if sum(rows) <= len(tensor):
             yield from zip(names, tensor[: sum(rows)].split(rows), strict=True)
 
 

@@ -255,13 +255,11 @@ def _run(module: nn.Module, layout: Layout, tokens: int) -> None:
 
 
 def _saved_bytes(module: nn.Module, tokens: int) -> int:
-    """Returns bytes of the storages that a forward pass saves, parameters apart."""
-    parameters = {p.untyped_storage()._cdata for p in module.parameters()}
+    """Returns bytes of the storages that a forward pass saves, parameters included, which are the same in each pass."""
     saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if (storage := tensor.untyped_storage()._cdata) not in parameters:
-            saved[storage] = tensor  # held, so that no later storage takes its address
+        saved[tensor.untyped_storage()._cdata] = tensor  # held, so that no later storage takes its address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -378,10 +376,10 @@ def _held_weights(config: PlannedRun, sizes: ModelSizes, num_processes: int, ref
         if tensor > 1:  # a rollout with whole matrices also has what they are gathered from
             whole = sizes.parameters / tensor + (outside if _divides_rollout(config) else sizes.parameters)
         in_passes = outside_part + min(2, sizes.layers) * layer
-        copied = held * max(layer, outside_part) * (4.0 if sizes.trained else width) if offloads else 0.0
-        gathered = Part(gathered.name, float(width * whole) + copied, float(width * in_passes) + copied)
         reference, moments, masters = reference * held, moments * held, 0.0
         weights = (4.0 * sizes.trained + width * (sizes.parameters - sizes.trained)) * held
+        copied = weights * max(layer, outside_part) / sizes.parameters if offloads else 0.0
+        gathered = Part(gathered.name, float(width * whole) + copied, float(width * in_passes) + copied)
         own_grads = 4.0 * sizes.trained * held
         kept = sizes.trained / tensor if not config.trainer.sync_each_microbatch else 0.0 if offloads else own_grads / 4
         gradients = 4.0 * kept + min(sizes.trained / tensor, max(layer, outside_part)) * (4.0 + width)
@@ -425,7 +423,6 @@ def _held_in_passes(
             graphs = GRAPH_BYTES + GRAPH_ROWS * sizes.activation_bytes / sizes.layers
         if config.rollout.max_turns > 1 and not is_bounded:
             turns = float(min(CONVERSATION_BYTES, kv_bytes * kv_tokens))
-    reserve = RESERVE if isinstance(config, RunConfig) else 0.0
     return [
         Part(f"activations, {own_tokens:,} tokens", 0.0, sizes.activations(own_tokens, checkpointing, keys)),
         Part("logits of the head, in parts", 0.0, sizes.logits(own_tokens, config.trainer.tensor_parallel_size)),
@@ -433,7 +430,7 @@ def _held_in_passes(
         Part("KV of earlier turns", turns, 0.0),
         Part("captured decode steps", graphs, graphs),
         Part("workspace and graphs of vLLM", workspace, workspace / 2),
-        Part("reserve", reserve, RESERVE),
+        Part("reserve", RESERVE, RESERVE),
     ]
 
 

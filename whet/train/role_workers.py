@@ -128,7 +128,14 @@ class RoleWorkers:
         source = RoleConfig(model=model) if isinstance(model, str) else model
         trained = role not in READ_ONLY if trained is None else trained
         if not isinstance(source, RoleConfig):
-            return load_model(source, device=next(source.parameters()).device, role=role.value, score_head=score_head)
+            device = next(source.parameters()).device
+            if device.type == "cpu" and self.ranks.size == 1 and self.device(role).type == "cuda":
+                log.warning(
+                    "the %s is a module on the CPU, and runs there, though there is a GPU; give it as "
+                    "module.to('cuda'), or set device='cpu'",
+                    role.value,
+                )
+            return load_model(source, device=device, role=role.value, score_head=score_head)
         if source.model is None:
             raise ConfigError(f"{role.value}.model is not set; give a hub name or a folder")
         if source.lora is not None and not trained:

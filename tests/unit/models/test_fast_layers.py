@@ -178,7 +178,11 @@ def test_a_layer_with_lora_is_eight_products_on_a_gpu_which_round_less_often():
             assert operations.count == count
 
 
-def test_a_layer_with_lora_runs_as_its_own_where_the_formula_is_another():
+def gradient(y, weight):
+    return torch.autograd.grad(y.sum(), weight)[0] if weight.requires_grad else weight
+
+
+def test_a_layer_with_lora_runs_as_its_own_where_the_formula_is_another(monkeypatch):
     model, x = adapted(torch.bfloat16), torch.randn(2, 9, 32, dtype=torch.bfloat16)
     layer, called = model.model.layers[0].mlp.up_proj, []
     own = type(layer).forward
@@ -192,6 +196,36 @@ def test_a_layer_with_lora_runs_as_its_own_where_the_formula_is_another():
     assert not torch.equal(fast_layers._run_adapted(layer, x), own(layer, x))
     layer.lora_dropout["default"].keys = torch.arange(18)
     assert torch.equal(fast_layers._run_adapted(layer, x), own(layer, x))
+    for wide, frozen in ((True, True), (False, False)):  # adapters in fp32; a base that is trained too
+        layer = adapted(torch.bfloat16).model.layers[0].mlp.up_proj
+        layer.get_base_layer().requires_grad_(not frozen)
+        layer.lora_A.to(torch.float32 if wide else torch.bfloat16), layer.lora_B.to(layer.lora_A.default.weight.dtype)
+        results = fast_layers._run_adapted(layer, x), own(layer, x)
+        assert torch.equal(*results) and torch.equal(*(gradient(y, layer.get_base_layer().weight) for y in results))
+    layer = adapted(torch.bfloat16).model.layers[0].mlp.up_proj
+    assert fast_layers._matches_adapter(layer)
+    monkeypatch.setattr(type(layer), "forward", lambda self, x: 1.1 * own(self, x))
+    assert not fast_layers._matches_adapter(layer)
+
+
+def test_what_passes_through_an_adapter_whose_a_is_frozen_has_its_gradient():
+    layer, x = adapted(torch.float64).model.layers[0].mlp.up_proj, torch.randn(9, 32, dtype=torch.float64)
+    layer.lora_A.requires_grad_(False)
+    x.requires_grad_(True)
+    wanted, held = (x, layer.lora_B.default.weight), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.data_ptr()) or t, lambda t: t):
+        y = fast_layers._run_adapted(layer, x)
+        fast_layers._Linear.apply(x, layer.get_base_layer().weight, None)
+    for a, b in zip(torch.autograd.grad(y.sum(), wanted), torch.autograd.grad(layer(x).sum(), wanted)):
+        torch.testing.assert_close(a, b)
+    assert x.data_ptr() not in held  # no gradient needs it
+
+
+def test_the_gradient_of_a_product_of_gates_is_also_that_of_what_is_added_to_it():
+    gate, up, other = (torch.randn(5, 48, requires_grad=True) for _ in range(3))
+    grad = torch.randn(5, 48)
+    y = fast_layers._GatedProduct.apply(gate, up) + other
+    assert torch.equal(torch.autograd.grad(y, (gate, up, other), grad.clone())[2], grad)
 
 
 def test_layers_of_another_formula_keep_their_own_forward():
@@ -199,6 +233,7 @@ def test_layers_of_another_formula_keep_their_own_forward():
     gemma = Gemma2ForCausalLM(Gemma2Config(**SIZES))  # norms of 1 + w, an MLP of gelu
     assert not [run for _, run in FastLayers(gemma)._layers if run.__name__ != "_run_linear"]
     same(run(gemma, FastLayers(gemma)), run(gemma), 1e-5)
+    assert not FastLayers(gemma.bfloat16().to("meta")) and FastLayers(qwen(torch.bfloat16).to("meta"))
 
 
 def test_a_hook_on_a_layer_is_called():
@@ -250,6 +285,10 @@ def test_processes_keep_the_layers_that_all_have_found():
     assert 0 < len(fast) == len(other) and fast._layers == other._layers
     fast.agree(lambda own: [own, ([("lm_head", "another")], None)])
     assert not fast
+    for others, is_kept in ((3, True), (2, False)):  # rotary functions
+        fast._rotary = [None] * 3
+        fast.agree(lambda own, n=others: [own, ([], n)])
+        assert (fast._rotary is not None) is is_kept
 
 
 def test_in_bf16_logits_are_the_modules_own_and_gradients_at_least_as_near_to_the_exact_ones():
@@ -289,6 +328,7 @@ def test_a_norm_in_bf16_keeps_its_own_forward_for_wider_rows():
     with FastLayers(norm).enabled():
         got = norm(x)
     assert got.dtype == torch.float32 and torch.equal(got, want)
+    assert torch.equal(fast_layers._run_norm_in_one(norm, x), want)
 
 
 def test_a_module_in_fp16_or_without_known_layers_is_left_alone():

@@ -9,7 +9,7 @@ import torch
 from tests.unit.models.test_attention import TREES, oracle, qkv
 from tests.varlen_standin import varlen_attn as standin
 from tests.varlen_standin import varlen_attn_2_11
-from whet.models import attention, varlen
+from whet.models import attention, flex, varlen
 from whet.models.attention import SegmentLayout
 from whet.models.flex import FlexCase
 from whet.models.varlen import VarlenRow, varlen_unsupported_reason
@@ -115,6 +115,20 @@ def test_a_kernel_that_agrees_is_taken_and_another_is_not(monkeypatch, caplog):
         varlen_unsupported_reason.cache_clear()
         assert "unexpected keyword" in here(monkeypatch, lambda q, k, v, *ends, scale: q)
     assert [r.levelname for r in caplog.records] == ["INFO", "INFO", "WARNING", "WARNING"]
+
+
+@pytest.mark.parametrize(("module", "name"), [(varlen, "varlen_unsupported_reason"), (flex, "flex_unsupported_reason")])
+def test_a_comparison_that_runs_out_of_memory_is_made_again(monkeypatch, module, name):
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    flex._probe_once.cache_clear()
+    monkeypatch.setattr(module, "compare_with_plain", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        getattr(module, name)(CASE)
+    monkeypatch.setattr(module, "compare_with_plain", lambda *args: None)
+    assert getattr(module, name)(CASE) is None
+    flex._probe_once.cache_clear()
 
 
 def test_what_the_kernel_does_not_have_is_refused_without_a_try():

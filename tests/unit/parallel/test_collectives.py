@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import random_batch, tiny_model
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,11 +15,13 @@ from whet.config.lora import LoraConfig
 from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.load import load_model
 from whet.models.lora import add_adapter
+from whet.models.vocabulary import local_rows
 from whet.parallel.fsdp import FSDPPlacement
 from whet.parallel.mesh import make_mesh
 from whet.parallel.ranks import Ranks
-from whet.parallel.tensor import _Inputs
+from whet.parallel.tensor import _Inputs, divide_vocabulary, sum_gradients
 from whet.train.memory_plan import measure_model, plan_memory
+from whet.train.rehearsal import _optimizer_state
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import ModelWorker
 
@@ -38,8 +40,8 @@ class FakeRanks(Ranks):
 
 
 @pytest.fixture
-def processes():
-    dist.init_process_group("fake", rank=0, world_size=SIZE, store=FakeStore())
+def processes(request):
+    dist.init_process_group("fake", rank=getattr(request, "param", 0), world_size=SIZE, store=FakeStore())
     yield
     dist.destroy_process_group()
 
@@ -98,10 +100,12 @@ def test_a_pass_gathers_each_layer_twice_and_an_update_reduces_it_once(processes
     assert counts(worker.optim_step) == {}
 
     def sample():
-        with worker.rollout_weights():
-            pass
+        with worker.rollout_weights() as module:
+            worker.logprobs(batch)  # by itself, with the weights that an engine reads
+            assert not any(isinstance(p, DTensor) for p in module.parameters())
 
     assert counts(sample) == ({} if SIZE == replicas else {"allgather_base": LAYERS + 1})
+    assert counts(lambda: worker.forward_backward(batch, loss)) == expected  # as before
 
 
 def test_tensor_parallelism_sums_twice_a_layer_forward_and_twice_backward(processes):
@@ -120,6 +124,49 @@ def test_tensor_parallelism_sums_twice_a_layer_forward_and_twice_backward(proces
     assert counts(worker.optim_step) == {"allreduce": 1}  # of the gradients of all norms of q and k
     shards = {name: p.to_local().numel() / p.numel() for name, p in worker.module.named_parameters()}
     assert shards["model.embed_tokens.weight"] == shards["model.layers.0.self_attn.q_proj.weight"] == 1 / SIZE
+    with worker.rollout_weights() as module:
+        whole = [module.lm_head.weight, module.model.layers[0].self_attn.q_proj.weight]
+        assert all(p.untyped_storage().nbytes() == p.nbytes for p in whole)
+    assert not any(p.untyped_storage().nbytes() for p in whole)
+
+
+def test_a_process_samples_with_the_kv_head_that_its_queries_read(processes):
+    worker = make(1, 1, tensor=SIZE)  # two KV heads of four query heads
+    with worker.rollout_weights(parts=True) as module:
+        attention = module.model.layers[0].self_attn
+        rows = {name: len(getattr(attention, name).weight) for name in ("q_proj", "k_proj", "v_proj")}
+        assert rows == {"q_proj": 8, "k_proj": 8, "v_proj": 8}
+
+
+def test_all_processes_run_the_fast_layers_that_each_has_found(processes, monkeypatch):
+    assert len(make(1, 1).fast_layers) > 0
+    others = lambda self, value: [value, ([], value[1])] if isinstance(value, tuple) else [value] * SIZE
+    monkeypatch.setattr(FakeRanks, "all_gather", others)
+    assert len(make(1, 1).fast_layers) == 0
+
+
+@pytest.mark.parametrize("processes", [1], indirect=True)
+def test_the_second_of_four_processes_reads_its_part_of_the_rows(processes):
+    parts = {(1, 1): (1, 4), (2, 1): (1, 2), (4, 1): (0, 1), (1, 2): (0, 1)}  # replicas and processes of a matrix
+    assert {sizes: make_mesh("cpu", SIZE, 1, *sizes).row_share for sizes in parts} == parts
+    rows = torch.arange(8.0)[:, None]
+    weight = distribute_tensor(rows, make_mesh("cpu", SIZE, 1, 1, SIZE).tensor, [Shard(0)], src_data_rank=None)
+    assert local_rows(weight, slice(2, 4), is_own=True).tolist() == [[2.0], [3.0]]
+    assert local_rows(weight, slice(2, 3), is_own=True).tolist() == [[2.0]]  # the last ids are of no token
+
+
+def test_a_vocabulary_is_divided_where_each_process_has_a_token_of_it(processes):
+    mesh = make_mesh("cpu", SIZE, 1, 1, SIZE).tensor
+    for size, is_divided in ((6, False), (7, True)):  # two on each of the first three processes
+        model = tiny_model(vocab_size=size, eos_token_id=1, pad_token_id=0)
+        divide_vocabulary(model, mesh)
+        assert isinstance(model.lm_head.weight, DTensor) is is_divided
+
+
+def test_large_gradients_are_summed_one_by_one_and_small_ones_together(processes):
+    mesh = make_mesh("cpu", SIZE, 1, 1, 2).tensor
+    grads = [torch.ones(n) for n in (2**20, 3, 5)]
+    assert counts(lambda: sum_gradients(grads, mesh)) == {"allreduce": 2}
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
@@ -133,10 +180,14 @@ def test_projections_of_an_adapter_share_the_sum_of_what_they_read(processes, mo
     worker = ModelWorker(loaded, optim=OptimConfig(lr=0.1), placement=placement, max_tokens=60)
     batch = weighted(worker, *((5 + i % 3, (20 + i,)) for i in range(9)))
     passes = len(worker.placement.split_passes(worker.micro_batches(batch, None)))
+    assert all(p.requires_grad == ("lora_" in name) for name, p in worker.module.named_parameters())
     sent = counts(lambda: worker.forward_backward(batch, loss))["allreduce"]
     once = passes * (LAYERS * 11 + 1)  # the frozen embedding, which layer 0 reads, needs no gradient
     assert sent == once if mode == "none" else sent > once  # a layer that runs again adds its results again
-    assert not any(x._read for x in gc.get_objects() if type(x) is _Inputs)
+    held = lambda: [x for x in gc.get_objects() if type(x) is _Inputs and x._read]
+    assert not held()
+    worker.logprobs(batch)
+    assert not held()
 
 
 def test_gradients_may_be_reduced_in_each_pass(processes):
@@ -183,8 +234,11 @@ def test_a_process_holds_what_the_plan_of_memory_says(processes, tmp_path, repli
     for p in worker.module.parameters():
         assert isinstance(p.grad, DTensor)
         p.grad.to_local().fill_(1.0)  # fake processes send nothing: what was received is any memory, perhaps NaN
+    worker.logprobs(batch)
+    assert all(isinstance(p, DTensor) for p in worker.module.parameters())  # it has its shards alone again
+    rehearsed = sum(len(x) for x in _optimizer_state(worker))
     worker.optim_step()
     moments = [x for state in worker.optim.optimizer.state.values() for x in state.values() if x.numel() > 1]
     local = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in moments)
-    assert parts["adamw moments"].update == pytest.approx(local, rel=0.01)
+    assert parts["adamw moments"].update == pytest.approx(local, rel=0.01) == rehearsed
     assert parts["reference model"].update == whole * width / (SIZE / replicas)

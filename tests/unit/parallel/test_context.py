@@ -43,7 +43,7 @@ def test_each_process_has_the_kv_heads_of_its_query_heads():
         heads = kv * group
         if heads % size:
             continue
-        repeated = [head for head in range(kv) for _ in range(kv_repeats(heads, kv, size))]
+        repeated = [head for head in range(kv) for _ in range(kv_repeats(kv, size))]
         assert len(repeated) % size == 0
         for rank in range(size):
             own = repeated[rank * len(repeated) // size : (rank + 1) * len(repeated) // size]

@@ -64,6 +64,34 @@ def test_an_observer_is_told_of_a_run_in_order_with_its_records(tmp_path):
     assert by_name["on_save"] == (tmp_path / "checkpoints" / "step-000001",)
     assert by_name["on_evaluate"][0]["mode"] == "eval" and by_name["on_run_end"] == (None,)
     assert not run.trainer.listeners  # a later run of the same models tells nobody of this one
+    mine.told.clear()
+    each = CheckpointingOptions(save_interval_steps=1)
+    train(mine, folder=tmp_path / "each", count=4, checkpointing_options=each)
+    assert [told[1] for told in mine.told if told[0] == "on_save"] == [1, 2]
+
+
+def test_what_is_saved_of_a_finished_step_has_nothing_of_the_next_one(tmp_path, monkeypatch):
+    class Begun(Observer):
+        def __init__(self):
+            self.steps = []
+
+        def on_step_begin(self, run, step):
+            self.steps.append(step)
+
+        def state(self):
+            return {"steps": self.steps}
+
+    def fails(self, step):
+        if step.index == 2:
+            raise ValueError("planted")
+        return sample(self, step)
+
+    sample = GRPOLearner.sample
+    monkeypatch.setattr(GRPOLearner, "sample", fails)
+    with pytest.raises(ValueError, match="planted"):
+        train(Begun(), folder=tmp_path)
+    state = read_run_state(tmp_path / "checkpoints/step-000001/run.pt", ())
+    assert "{'steps': [1]}" in str(state["observers"])
 
 
 def test_an_observer_may_stop_save_evaluate_and_have_logs_written(tmp_path):

@@ -107,6 +107,13 @@ def test_the_reference_is_the_base_without_a_second_copy(base):
     assert explicit.worker(Role.REFERENCE).module is not explicit.actor.module
     plain = cluster(base, reference="actor")
     assert plain.worker(Role.REFERENCE).module is not plain.actor.module
+    for made, is_own in ((c, False), (plain, True)):  # only weights of its own are freed
+        made.unload(Role.REFERENCE)
+        assert made.worker(Role.REFERENCE).module.lm_head.weight.is_meta is is_own
+    half = cluster(RoleConfig(model=base, dtype="bfloat16"), reference="actor")
+    assert half.worker(Role.REFERENCE).dtype == half.actor.dtype == torch.bfloat16
+    given = cluster(load_model(base, lora=LoraConfig(r=2)).module, reference="actor")
+    assert given.worker(Role.REFERENCE).module is given.actor.module
     module = tiny_model()
     assert same(*(weights_of(w.module) for w in cluster(module, reference="actor").workers.values()))
 

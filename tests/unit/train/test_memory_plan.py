@@ -178,6 +178,13 @@ def test_keys_that_attention_gathers_for_a_shared_prompt_are_counted(tmp_path, m
     assert saved(128) - saved(64) == pytest.approx(part.update / 2, rel=0.02)
     keys = (64 + 4 * (64 + 64)) / (64 + 4 * 64)  # a token's: a prompt, and four completions that read it too
     assert part.update == pytest.approx(sizes.activations(640, "none") + (keys - 1) * 640 * sizes.kv_bytes)
+    fixed = ["trainer.max_tokens_per_microbatch=640", "actor.gradient_checkpointing=none"]
+    folder = f"model={tmp_path}"
+    short = load_run([folder, *fixed, lengths[0], "rollout.max_tokens_to_generate=4", "algo.num_generations=99"])
+    pairs = load_supervised([folder, *fixed, "data=rows.jsonl"], DPORunConfig)
+    for other, most in ((short, varlen.MAX_KEYS), (pairs, 5 / 3)):  # an answer of a pair is as long as its prompt
+        (part,) = [p for p in plan_memory(other, sizes).parts if p.name.startswith("activations")]
+        assert part.update == pytest.approx(sizes.activations(640, "none", most))
 
 
 def test_a_cache_is_what_the_plan_says(tmp_path):
@@ -238,6 +245,14 @@ def test_the_head_holds_chunks_of_logits(tmp_path):
     assert measure_model(RoleConfig(model=save_config(tmp_path)), trained=False, scores=True).logits(300) == 0
 
 
+def test_the_layers_of_a_model_in_4_bits_are_and_its_embedding_and_head_are_not(tmp_path):
+    layers = 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)
+    for tied in (True, False):
+        folder = save_config(tmp_path / str(tied), tie_word_embeddings=tied)
+        sizes = measure_model(RoleConfig(model=folder, lora=LoraConfig(r=4), quantization="nf4"), trained=True)
+        assert sizes.weight_bytes == layers * 9 / 16 + 2 * (sizes.parameters - layers)
+
+
 def test_settings_that_fit_are_found_and_named(tmp_path):
     model = qwen3(tmp_path / "m", "0.6B")
     words = [f"model={model}", "rollout.max_prompt_length=512", "rollout.max_tokens_to_generate=1024", "algo.beta=0"]
@@ -249,6 +264,9 @@ def test_settings_that_fit_are_found_and_named(tmp_path):
         assert plan.peak <= memory * GB
         chosen = load_run([*words, *with_settings(config, plan)])
         assert plan_memory(chosen, sizes).parts == plan.parts and with_settings(chosen, plan) == []
+    assert not any("kv_cache" in word for word in with_settings(config, plan_memory(config, sizes)))
+    forced = load_run([*words, "algo.force_compute_kl=true"])
+    assert plan_memory(forced, sizes).update == pytest.approx(plan_memory(config, sizes).update + sizes.weight_bytes)
     fixed = load_run([*words, "trainer.max_tokens_per_microbatch=16384", "actor.gradient_checkpointing=full"])
     assert plan_memory(fixed, sizes, memory=1.0).tokens == 16_384  # what was set stays
 
@@ -302,6 +320,10 @@ def test_the_cache_of_conversations_has_a_part_where_episodes_have_turns(tmp_pat
     assert parts["KV of earlier turns"] == CONVERSATION_BYTES == MAX_BYTES
     bounded = plan_memory(load_run([*words, "rollout.kv_cache_tokens=9000"]), sizes)
     assert "KV of earlier turns" not in {part.name for part in bounded.parts}
+    small = load_run([f"model={save_config(tmp_path / 'small')}", *words[1:]])
+    plan = plan_memory(small, measure_model(small.actor, trained=True))
+    turns, cache = (next(part for part in plan.parts if part.name.startswith(name)) for name in ("KV of", "KV cache"))
+    assert turns.rollout == cache.rollout < CONVERSATION_BYTES
 
 
 @pytest.mark.full
@@ -326,6 +348,28 @@ def test_what_fits_nowhere_is_refused_with_the_largest_part(tmp_path, caplog):
              "rollout.kv_cache_tokens=2048"]  # fmt: skip
     config = load_run([*words, *fixed])
     assert choose_settings(config, 24 * GB) is config and "the run may not fit: " in caplog.text
+
+
+def test_models_that_are_only_read_take_room(tmp_path, caplog):
+    model = f"={save_config(tmp_path / 'm')}"
+    words = [f"model{model}", "rollout.max_prompt_length=64", "rollout.max_tokens_to_generate=64", "algo.beta=0"]
+    fixed = ["trainer.max_tokens_per_microbatch=512", "actor.gradient_checkpointing=full",
+             "rollout.kv_cache_tokens=2048"]  # fmt: skip
+    sizes = measure_model(load_run(words).actor, trained=True)
+    teacher, reward = f"teacher.model{model}", f"reward_model.model{model}"
+    for more, n, shares in (([teacher], 1, 1.0), ([reward], 1, 1.0), ([teacher, reward], 2, 2.0)):  # it scores whole
+        config = load_run([*words, *fixed, *more])
+        memory = plan_memory(config, sizes, num_processes=n).peak + shares * sizes.weight_bytes
+        for less, said in ((0, False), (1, True)):
+            caplog.clear()
+            choose_settings(config, memory - less, n)
+            assert ("the run may not fit" in caplog.text) is said, (more, less)
+    fastest = plan_memory(load_run(words), sizes)
+    chosen = choose_settings(load_run([*words, teacher]), fastest.peak + sizes.weight_bytes - 1)
+    assert chosen.trainer.max_tokens_per_microbatch < fastest.tokens
+    critic = load_run([*words, "actor.gradient_checkpointing=full", "critic.gradient_checkpointing=none"], PPORunConfig)
+    chosen = choose_settings(critic, 24 * GB)
+    assert (chosen.actor.gradient_checkpointing, chosen.critic.gradient_checkpointing) == ("full", "none")
 
 
 class FourRanks(Ranks):
@@ -475,6 +519,17 @@ def test_several_processes_share_what_the_mesh_says(tmp_path):
     assert divided["KV cache"].rollout == one["KV cache"].rollout / 4
     assert divided["gradients"].update == pytest.approx((4 * sizes.parameters + 6 * outside) / 4)
     assert divided["logits of the head"].update == one["logits of the head"].update / 4
+    assert "captured decode steps" in tokens and "captured decode steps" not in divided
+    assert parts(mesh("tensor_parallel", 16), n=16)["KV cache"].rollout == one["KV cache"].rollout / 8  # of 8 heads
+    whole = parts(mesh("tensor_parallel", 4), "rollout_engine=hf")  # which runs the whole model
+    assert whole["gathered weights"].rollout == 2 * (sizes.parameters + sizes.parameters / 4)
+    wide = plan_memory(load_run([*words[:3], mesh("context_parallel", 4)]), sizes, num_processes=8)
+    assert wide.tokens == 4 * MAX_TOKENS
+    sizes = measure_model(RoleConfig(model=save_config(tmp_path / "s"), lora=LoraConfig(r=4)), trained=True)
+    copied = parts("actor.lora.r=4", "offload_to_cpu=true")["gathered weights"].update
+    copied -= parts("actor.lora.r=4")["gathered weights"].update  # of a layer's shards; the frozen ones are in bfloat16
+    share = sizes.layer_parameters / sizes.parameters / 8
+    assert copied == pytest.approx(share * (2 * sizes.parameters + 2 * sizes.trained))
 
 
 def test_a_missing_config_is_an_error(tmp_path):
@@ -530,6 +585,8 @@ def test_a_supervised_run_on_a_gpu_takes_the_plan(tmp_path, monkeypatch):
     models.raise_token_budget(3000)
     assert models.trained.max_tokens == 4096
     models.raise_token_budget(5000)  # as the data need
+    assert models.trained.max_tokens == 5120
+    models.raise_token_budget(3000)
     assert models.trained.max_tokens == 5120
     models.close()
 

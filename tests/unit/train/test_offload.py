@@ -1,3 +1,4 @@
+import dataclasses
 import gc
 import logging
 import weakref
@@ -100,6 +101,12 @@ def test_places_of_one_buffer_per_dtype_are_kept():
     offload.to_host(tensors)
     assert [t.data_ptr() for t in tensors][:2] == places[:2] and torch.equal(tensors[1], before[1] + 1)
     assert len(offload._pinned._places) == 5
+    offload.to_device(tensors)
+    tensors[0].data, tensors[1].data = tensors[0].contiguous(), tensors[1].double() / 3  # these take new places
+    before = [t.clone() for t in tensors]
+    offload.to_host(tensors)
+    for t, b in zip(tensors, before):
+        assert torch.equal(t, b) and (t.dtype, t.stride()) == (b.dtype, b.stride())
     offload.clear()
     assert not len(offload._pinned._places)
 
@@ -165,6 +172,8 @@ def test_a_reference_is_on_its_device_while_it_scores_alone():
         assert torch.equal(away.logprobs(batch(seed)).logprobs, plain.logprobs(batch(seed)).logprobs)
         assert moves.taken() == [(DEVICE, SIZE), (HOST, SIZE)]
     assert away.device == DEVICE
+    with away.rollout_weights():  # engines read them
+        assert moves.taken() == [(DEVICE, SIZE)]
 
 
 def test_a_reference_leaves_also_after_an_error(monkeypatch):
@@ -238,7 +247,7 @@ def test_a_run_with_reference_and_many_updates_is_the_same_run(monkeypatch):
     assert plain == away and same(expected, found)
 
 
-def test_on_a_cpu_it_is_accepted_and_said_once(caplog):
+def test_on_a_cpu_it_is_accepted_and_said_once(caplog, monkeypatch):
     from whet.cluster import RLCluster
 
     config = ClusterConfig(
@@ -248,6 +257,10 @@ def test_on_a_cpu_it_is_accepted_and_said_once(caplog):
         c = RLCluster(actor=tiny_model(), reference=tiny_model(), tokenizer="byte", cluster_config=config)
     assert caplog.text.count("offload_to_cpu has nothing to do") == 1
     assert {type(w.placement) for w in c.workers.values()} == {Placement}
+    monkeypatch.setattr(c, "device_of", lambda loaded: torch.device("cuda"))
+    loaded = c.actor.loaded
+    assert type(c._placement(loaded)) is OffloadPlacement
+    assert type(c._placement(dataclasses.replace(loaded, is_view=True))) is Placement  # its owner moves the weights
 
 
 def test_a_closed_worker_holds_neither_masters_nor_moments():
@@ -268,10 +281,11 @@ def test_a_teacher_is_there_for_the_updates_that_learn_from_it():
     found = []
     for teacher in (away, here):
         student = ModelWorker(load_model(tiny_model()), optim=OptimConfig())
-        metrics = student.forward_backward(
-            batch(), lambda x: (x.need("divergence"), {}), divergence=Divergence(teacher, 0.5)
-        )
+        loss, needs = lambda x: (x.need("divergence"), {}), {"divergence": Divergence(teacher, 0.5)}
+        evaluated = student.evaluate(batch(), loss, **needs)
+        metrics = student.forward_backward(batch(), loss, **needs)
+        assert metrics["loss"].value == evaluated["loss"].value
         found.append((metrics["loss"].value, {n: p.grad for n, p in student.module.named_parameters()}))
     (loss, ours), (other, theirs) = found
     assert loss == other > 0 and same(ours, theirs)
-    assert [place for place, _ in moves.taken()] == [DEVICE, HOST]
+    assert [place for place, _ in moves.taken()] == [DEVICE, HOST] * 2

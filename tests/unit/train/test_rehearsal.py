@@ -1,6 +1,8 @@
 """A rehearsal changes nothing of a run, and says before the first step what does not fit."""
 
 import importlib
+import math
+import weakref
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from whet.learners.preference import RewardModelLearner
 from whet.learners.sft import SFTLearner
 from whet.models import attention, flex
 from whet.models.config_sizes import kv_bytes_per_token
+from whet.parallel.placement import Placement
 from whet.train.rehearsal import rehearse
 from whet.train.supervised_models import SupervisedModels
 
@@ -102,6 +105,42 @@ def test_an_update_that_does_not_fit_goes_on_with_less(monkeypatch, caplog):
     with pytest.raises(ConfigError, match=message):
         rehearse(made, 10, 20)
     assert not worker.optim.has_gradient
+
+
+def test_the_largest_batch_is_scored_and_trained_next_to_the_moments_and_leaves_no_trace(monkeypatch):
+    made = models(max_tokens_per_microbatch=256, max_segments_per_packed_row=3)
+    worker, empty, seen, moments = made.trained, torch.empty, [], []
+
+    def noted(*shape, **options):
+        tensor = empty(*shape, **options)
+        if options.get("dtype") is torch.uint8:
+            moments.append(weakref.ref(tensor))
+        return tensor
+
+    def note(name):
+        method = getattr(worker, name)
+
+        def noting(batch, *rest, **needs):
+            held = sum(x().numel() for x in moments if x() is not None)
+            seen.append((name, batch.num_sequences, batch.num_tokens, held))
+            return method(batch, *rest, **needs)
+
+        monkeypatch.setattr(worker, name, noting)
+
+    note("logprobs"), note("forward_backward")
+    monkeypatch.setattr(torch, "empty", noted)
+    rehearse(made, 10, 20)
+    state = 8 * sum(p.numel() for p in worker.module.parameters())
+    assert seen == [("logprobs", 3, 60, state), ("forward_backward", 3, 60, state)]
+    assert math.isnan(worker.pop_imbalance()) and not made._plan_cache.digest
+    monkeypatch.setattr(Placement, "data_size", 2)  # each process has a pass as large
+    monkeypatch.setattr(Placement, "offloads", True)  # moments are on the host during an update
+    rehearse(made, 10, 20)
+    assert seen[2:] == [("logprobs", 6, 120, 0), ("forward_backward", 6, 120, 0)]
+    monkeypatch.setattr(Placement, "offloads", False)
+    monkeypatch.setattr(worker.optim, "updates", 1)  # a resumed run has them already
+    rehearse(made, 10, 20)
+    assert seen[4:] == seen[2:4]
 
 
 def test_a_cache_that_does_not_fit_is_named_with_one_that_does(monkeypatch):

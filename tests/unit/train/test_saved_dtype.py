@@ -118,3 +118,14 @@ def test_frozen_weights_go_to_a_gpu_in_the_dtype_that_they_compute_in(monkeypatc
     with pytest.raises(InterruptedError):
         workers.load(role, RoleConfig(model="m", dtype=dtype, lora=lora))
     assert asked["dtype"] == want
+
+
+def test_a_resumed_run_computes_in_the_dtype_of_its_checkpoint_where_the_user_names_none(half, monkeypatch):
+    workers = role_workers.RoleWorkers(TrainingConfig())
+    workers._saved_dtypes = {"actor": "bfloat16", "reference": "float16"}
+    monkeypatch.setattr(workers, "device", lambda role: torch.device("cuda"))
+    assert workers._dtype_read(Role.REFERENCE, RoleConfig(), is_frozen=True) == "float16"
+    monkeypatch.undo()
+    for asked, dtype in (("auto", torch.bfloat16), ("float32", torch.float32)):  # a CPU's own is float32
+        source = RoleConfig(model=half, dtype=asked)
+        assert workers.add(Role.ACTOR, source, workers.load(Role.ACTOR, source), None, max_tokens=64).dtype == dtype

@@ -13,6 +13,7 @@ from whet.models.load import load_model
 from whet.ops import LogitsProcessors, clipped_surrogate, clipped_value, token_weights
 from whet.parallel.placement import Placement
 from whet.train.metric_reduction import reduce_metrics
+from whet.train.out_of_memory import BUDGETS, read_budgets, write_budgets
 from whet.train.worker import ModelWorker
 
 REDUCTIONS = {
@@ -141,6 +142,8 @@ def test_of_two_limits_of_an_update_the_smaller_one_holds():
     worker.limit_tokens(30)
     worker.limit_tokens(50)
     assert max(micro.num_tokens for micro in worker.micro_batches(batch, None, trained=True)) <= 30
+    worker.max_tokens = 26  # the user's own
+    assert max(micro.num_tokens for micro in worker.micro_batches(batch, None, trained=True)) <= 26
 
 
 def test_a_sequence_that_does_not_fit_alone_ends_the_update_with_what_helps():
@@ -148,8 +151,41 @@ def test_a_sequence_that_does_not_fit_alone_ends_the_update_with_what_helps():
     with pytest.raises(torch.OutOfMemoryError, match="planted") as caught:
         worker.forward_backward(weighted(random_batch((5, [3, 9, 1, 14]))), short_of_memory(13, seen))
     (note,) = caught.value.__notes__
-    assert "one sequence (or unit) alone does not fit" in note and "with 60 tokens" in note
+    assert "one sequence (or unit) alone does not fit, at a budget of 18" in note and "with 60 tokens" in note
     assert len(seen) > 1
+
+
+class Several(Placement):
+    """A process of several, which can't run passes again without the others."""
+
+    repeats_passes = False
+
+    def check_same_passes(self, facts):
+        self.facts = facts
+
+
+def test_an_update_of_several_processes_leaves_a_smaller_budget_for_the_next_start(monkeypatch):
+    batch, worker = weighted(random_batch(*SHAPES)), make(max_tokens=60, placement=Several())
+    worker.version = 3
+    with pytest.raises(torch.OutOfMemoryError, match="planted") as caught:
+        worker.forward_backward(batch, short_of_memory(20, []))
+    budget, facts = worker.tokens_after_restart, worker.placement.facts
+    assert budget < 60 and f"at most {budget} tokens" in caught.value.__notes__[0]
+    assert (facts["sequences"], facts["tokens"], facts["weight version"]) == (batch.num_sequences, batch.num_tokens, 3)
+    worker.optim.clear_gradients()
+    limit_passes(monkeypatch, worker, 20, [])
+    with pytest.raises(torch.OutOfMemoryError, match="planted") as caught:
+        worker.logprobs(batch)  # its budget is not that of updates
+    assert worker.tokens_after_restart is None and "Scoring ran out" in caught.value.__notes__[0]
+
+
+def test_budgets_for_the_next_start_only_become_smaller_and_damaged_ones_are_none(tmp_path):
+    write_budgets(tmp_path, {"actor": 40, "critic": 9})
+    write_budgets(tmp_path, {"actor": 60})
+    assert read_budgets(tmp_path) == {"actor": 40, "critic": 9}
+    for content, budgets in (('{"actor": 0, "critic": "9", "teacher": 3}', {"teacher": 3}), ("[3]", {}), ("{", {})):
+        (tmp_path / BUDGETS).write_text(content)
+        assert read_budgets(tmp_path) == budgets
 
 
 def test_gradients_of_an_earlier_call_are_not_dropped_for_another_try():
@@ -254,6 +290,10 @@ def test_a_micro_batch_without_trained_tokens_has_no_part_in_means_and_extremes(
     run = lambda n: values(make(max_sequences=n).evaluate(batch, clipped_surrogate, reductions=REDUCTIONS))
     whole, cut = run(2), run(1)
     assert cut == pytest.approx(whole, abs=1e-6) and all(abs(x) < 100 for x in cut.values())
+    units = batch.replace(weights=None, unit_of=torch.arange(2), unit_weights=torch.ones(2))
+    total = lambda x, column: torch.zeros(x.num_units).index_add(0, x.unit, column)
+    loss = lambda x: (total(x, x.logprobs), {"trained": total(x, x.mask.float())})
+    assert values(make().evaluate(units, loss))["trained"] == 4.0  # of the first unit alone
 
 
 def test_gradients_of_two_calls_add_up():
@@ -491,6 +531,24 @@ def test_weights_are_listed_under_each_of_their_names():
     names = dict(make().named_weights())
     assert names["lm_head.weight"].data_ptr() == names["model.embed_tokens.weight"].data_ptr()
     assert not any(w.requires_grad for w in names.values())
+
+
+def test_a_tied_weight_moves_toward_another_once():
+    read, other = make(tiny_model(1), optim=None), make()
+    before = read.module.lm_head.weight.clone()
+    read.load_weights(other.named_weights(), mixup_alpha=0.5)
+    assert torch.allclose(read.module.lm_head.weight, before.lerp(other.module.lm_head.weight, 0.5))
+
+
+def test_a_pair_over_the_budget_is_scored_in_two_passes_each_of_which_is_announced():
+    batch, worker, seen = random_batch((5, [9]), (6, [14])), make(max_tokens=24), []
+    pair = batch.replace(unit_of=torch.zeros(2, dtype=torch.long))
+    worker.on_micro_batch = lambda done, total: seen.append((done, total))
+    assert torch.equal(worker.logprobs(pair).logprobs, worker.logprobs(batch).logprobs)
+    with pytest.raises(DataError):
+        worker.forward_backward(pair.replace(unit_weights=torch.ones(1)), clipped_surrogate)
+    worker.forward_backward(weighted(batch), clipped_surrogate)
+    assert seen == [(0, 2), (1, 2)] * 3
 
 
 def test_an_update_that_is_not_finite_is_counted_and_has_no_norm():

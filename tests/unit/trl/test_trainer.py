@@ -31,10 +31,11 @@ from transformers import (
 
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import CheckpointError, ConfigError, DataError, RewardError
-from whet.trl import GRPOConfig, GRPOTrainer
+from whet.trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from whet.trl.config.grpo import warn_of_differences
 from whet.trl.rl.completions import Completions
 from whet.trl.rl.reward_functions import make_reward_functions
+from whet.trl.trainer.model import prepare_model
 
 SMALL = {"per_device_train_batch_size": 3, "num_generations": 3, "max_completion_length": 6, "learning_rate": 0.1,
          "logging_steps": 1, "bf16": False, "disable_tqdm": True, "save_strategy": "no", "max_steps": 2,
@@ -931,3 +932,17 @@ def test_what_can_t_be_sampled_or_adapted_is_refused_with_the_reason(tmp_path, c
     made = trainer(tmp_path, peft_config=peft.PromptEncoderConfig(num_virtual_tokens=3, **encoder))
     assert "peft_config.encoder_dropout=0.5 is taken as 0.0" in caplog.text
     made.train()
+
+
+def test_modules_are_moved_to_the_device_of_the_arguments_as_transformers_trainer_moves_them(tmp_path, monkeypatch):
+    for config in (GRPOConfig, DPOConfig):
+        monkeypatch.setattr(config, "device", torch.device("meta"))
+    model = prepare_model(tiny_model(), GRPOConfig(str(tmp_path)), None, None)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    given = SimpleNamespace(
+        _ref_model=tiny_model(), args=DPOConfig(str(tmp_path)), build_models=lambda optim, **roles: roles
+    )
+    reference = DPOTrainer.make_models(given, model, None)["reference"]
+    assert reference is given._ref_model and next(reference.parameters()).is_meta
+    monkeypatch.setattr(GRPOConfig, "world_size", 2)  # which shard it, each on its device
+    assert not next(prepare_model(tiny_model(), GRPOConfig(str(tmp_path)), None, None).parameters()).is_meta

@@ -127,7 +127,7 @@ TRAINING_FIELDS: Table = {
     "full_determinism": works(False),
     "seed": works(42, "for all random draws; whet has its own generators, so draws differ from torch's"),
     "data_seed": works(None, kind=int),
-    "use_cpu": works(False, "a model given as a module stays on its device"),
+    "use_cpu": works(False, "else models, given as modules too, are moved to the GPU if there is one"),
     "accelerator_config": no_effect(None, "accelerate is not used", dict),
     "parallelism_config": refused(None, _SHARDED, str),
     "dataloader_drop_last": no_effect(False, "as in TRL's sampler, an epoch's rows that fill no rollout are left out"),

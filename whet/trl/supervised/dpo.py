@@ -16,7 +16,7 @@ from whet.trl.config.dpo import DPOConfig
 from whet.trl.config.supervised import ON_LONG
 from whet.trl.supervised.examples import TextPairEncoder, has_rows, pair_columns
 from whet.trl.supervised.trainer import SupervisedTrainer, learner_class
-from whet.trl.trainer.model import trusts_remote_code, unwrap_peft
+from whet.trl.trainer.model import place_module, trusts_remote_code, unwrap_peft
 
 __all__ = ["DPOTrainer"]
 
@@ -100,6 +100,8 @@ class DPOTrainer(SupervisedTrainer):
         reference = "actor" if self._ref_model is None else self._ref_model
         if isinstance(self._ref_model, str):
             reference = RoleConfig(model=self._ref_model, trust_remote_code=trusts_remote_code(self.args))
+        elif self._ref_model is not None:
+            reference = place_module(self._ref_model, self.args)
         needs_reference = make_preference_objective(self.args.to_whet()).needs.reference
         return self.build_models(optim, actor=model, reference=reference if needs_reference else None)
 

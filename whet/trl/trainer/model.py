@@ -27,6 +27,7 @@ __all__ = [
     "model_name",
     "module_dtype",
     "named_dtype",
+    "place_module",
     "prepare_model",
     "trusts_remote_code",
     "unwrap_peft",
@@ -271,6 +272,7 @@ def prepare_model(
         return dataclasses.replace(_make_role(args, model), lora=lora, quantization=quant_type)
     if any(p.is_meta for p in model.parameters()):
         raise ConfigError(f"{model_name(model)} is on the meta device and has no weights; load it by from_pretrained")
+    model = place_module(model, args)
     if args.model_init_kwargs is not None and not by_name:
         log.warning("model_init_kwargs is not read: the model is loaded already")
     if quantization_config is not None:
@@ -281,6 +283,14 @@ def prepare_model(
         base: Any = model
         checkpoint_activations(base.get_base_model() if is_prompt_tuned(model) else base, "full")
     return model
+
+
+def place_module(model: nn.Module, args: Any) -> nn.Module:
+    """Returns a module on the kind of device that the arguments name, as transformers' trainer moves it. Several
+    processes move it as they shard it.
+    """
+    kind = next(model.parameters()).device.type
+    return model if args.world_size > 1 or kind == args.device.type else model.to(args.device)
 
 
 def with_revision(model: Any, args: Any) -> Any:
