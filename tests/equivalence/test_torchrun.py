@@ -434,6 +434,11 @@ def test_a_fault_of_one_rank_ends_the_others_with_rank_step_and_phase(folders, f
     if fault == "raises":  # each says it once
         own = "whet grpo: rank 1 of 2, step 1, rewards: reward function length raised ValueError: judge broke"
         assert own in output[1] and [x.count("judge broke") for x in output] == [0, 2], output
+        at_first = (folder / "reward.py").read_text().replace('"train"', '"eval"')
+        (folder / "reward.py").write_text(at_first)
+        _, output = run_to_failure(folder, [*words, "data.eval_path=eval.jsonl", "trainer.run_dir=evaluated"])
+        assert "whet grpo: rank 0 of 2, rewards: rank 1 of 2 failed: RewardError; its own output says why" in output[0]
+        assert "whet grpo: rank 1 of 2, rewards: reward function length raised ValueError: judge broke" in output[1]
 
 
 KILLED = {

@@ -6,6 +6,7 @@ Of several processes each takes its share of the same step.
 import json
 import os
 import sys
+from pathlib import Path
 
 from helpers import length_reward, tiny_model
 from peft import LoraConfig
@@ -54,6 +55,9 @@ for make in (sft, grpo, dpo):
         trainer = make(f"{sys.argv[1]}/{make.__name__}", 3)
         trainer.train(resume_from_checkpoint=True)
     trainer.save_model(f"{sys.argv[1]}/{make.__name__}-final")
+    if make is sft:
+        trainer.model.save_pretrained(f"{sys.argv[1]}/sft-adapter")
+        Path(sys.argv[1], "sft-adapter/README.md").unlink(missing_ok=True)  # PEFT's card
     if trainer.is_world_process_zero():
         with open(f"{sys.argv[1]}/{make.__name__}.json", "w") as file:
             json.dump(trainer.state.log_history, file)

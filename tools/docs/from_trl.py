@@ -67,8 +67,9 @@ the CPU and bf16; DeepSpeed and FSDP plugins have no effect, axes for tensor or 
 - Each process calls reward functions and `rollout_func` for its own prompts, as in TRL. Every process calls callbacks;
   the first alone logs, saves and pushes, and `state.is_world_process_zero` tells it. If a callback of any process sets
   `should_save`, `should_evaluate` or `should_training_stop`, all do.
-- All processes must call `train`, `evaluate`, `save_model` and `push_to_hub`. `trainer.model` has this process's
-  shards: save by `trainer.save_model`, and for generation in a script enter `with trainer.worker.rollout_weights():`.
+- All processes must call `train`, `evaluate`, `save_model`, `push_to_hub`, and the `save_pretrained` of an adapter.
+  `trainer.model` has this process's shards: save a whole model by `trainer.save_model`, and for generation in a script
+  enter `with trainer.worker.rollout_weights():`.
 - One process alone runs `tools` and `environment_factory`, beam search, a custom `generate`, and `optimizers=` with an
   optimizer; with several they are refused.
 

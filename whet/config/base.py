@@ -57,7 +57,7 @@ def config(cls: type[T]) -> type[T]:
     @functools.wraps(plain)
     def __init__(self: Any, *args: Any, **keywords: Any) -> None:
         if args:
-            raise ConfigError(f"{type(self).__name__} takes keywords only, got {len(args)} positional value(s)")
+            raise ConfigError(f"{type(self).__name__} takes keywords only: give each value its name")
         try:
             adapter(type(self)).validator.validate_python(ArgsKwargs((), keywords), self_instance=self)
         except ValidationError as error:

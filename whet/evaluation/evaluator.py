@@ -301,7 +301,9 @@ class _Work:
         self.generations = c.num_generations_eval or 1
         self.ks = resolve_ks(self.config.k, self.generations)
         self.seed = self.config.seed if c.seed is None else c.seed
-        log.info("%s: %d prompts, %d completion(s) of each", self.name, len(self.prompts), self.generations)
+        count, each = len(self.prompts), self.generations
+        many = f"{count} prompt{'s' * (count != 1)}, {each} completion{'s' * (each != 1)}"
+        log.info("%s: %s of each", self.name, many)
         sampling = make_sampling(c, sampler.eos_ids, sampler.tokenizer)
         self.sampling = sampler.limit_lengths(sampling, self.prompts, fixed=False)
         self.run_episode: EpisodeRunner | None = None

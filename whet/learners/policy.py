@@ -274,7 +274,7 @@ class PolicyLearner(RLLearner):
             return "sampler"
         if stale:
             raise EngineError(
-                f"the rollout has tokens from policy version(s) {', '.join(map(str, stale))}, the actor is at "
+                f"the rollout has tokens from the policy versions {', '.join(map(str, stale))}, the actor is at "
                 f"{self.cluster.actor.version}, and the engine reports no logprobs; the engine must record the version "
                 "passed to update(), or set algo.use_rollout_logps=False to recompute the logprobs"
             )

@@ -32,7 +32,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from whet.errors import ConfigError
+from whet.errors import ConfigError, OtherRankError
 from whet.models.fast_layers import FastLayers
 from whet.models.weight_files import without_weights
 from whet.packing.micro_batch import MicroBatch
@@ -140,6 +140,7 @@ class FSDPPlacement(Placement):
         module.whet_dtype = compute
         module.whet_call = MethodType(_call, module)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         register_fsdp_forward_method(module, CALL)
+        module.save_pretrained = _refuse_to_save
 
     def find_fast_layers(self, module: nn.Module) -> FastLayers:
         """See Placement. A layer is compared while its part is gathered, in the dtype that it computes in; one whose
@@ -187,6 +188,10 @@ class FSDPPlacement(Placement):
     @contextmanager
     def whole_module(self) -> Iterator[nn.Module]:
         """See Placement: each tensor is gathered in turn, and rank 0 keeps it on the CPU."""
+        try:
+            self.ranks.all_gather(None)  # where a program saves in one process alone, this says so
+        except OtherRankError as error:
+            raise OtherRankError(f"{error}; all processes must save a model together, rank 0 writes it") from error
         self.reshard()
         masters = {} if self._optim is None else self._optim.masters
         gathered: dict[int, Any] = {}
@@ -301,6 +306,14 @@ def _is_divided(grad: Tensor) -> bool:
     """Returns whether the ranks that divide matrices have different parts. Their axis is the last one of the mesh."""
     named = grad.device_mesh.mesh_dim_names if isinstance(grad, DTensor) else None
     return bool(named) and named[-1] == "tensor" and grad.placements[-1].is_shard()  # pyright: ignore
+
+
+def _refuse_to_save(*args: Any, **options: Any) -> NoReturn:
+    """Replaces save_pretrained of transformers, which can't write shards."""
+    raise ConfigError(
+        "save_pretrained would write this process's shards of the weights; call trainer.save_model(folder), or "
+        "cluster.actor.export(folder, tokenizer), in all processes"
+    )
 
 
 def _call(self: nn.Module, fn: Callable[[], Any]) -> Any:

@@ -188,6 +188,7 @@ class Run:
             self._open()
         except BaseException as error:
             if self._begun:
+                self._add_place(error)
                 self._notify("on_run_end", self, error)
             self._close(error)
             raise
@@ -578,7 +579,11 @@ class Run:
         instead: BaseException | None = None
         try:
             if kind is None:
-                self._finish()
+                try:
+                    self._finish()
+                except Exception as own:
+                    self._add_place(own)
+                    raise
             elif error is not None:
                 self.checkpoints.write_token_budgets()
                 where = self.ranks.describe()
@@ -587,8 +592,8 @@ class Run:
                         f"{where}: another process ended; its own message says why; trainer.resume=latest continues "
                         "from the last checkpoint"
                     )
-                elif self.ranks.size > 1 and not isinstance(error, KeyboardInterrupt) and where not in str(error):
-                    error.add_note(where)
+                else:
+                    self._add_place(error)
                 self._save_finished(error)
                 if isinstance(error, RolloutStopped):
                     log.warning("%s", error)
@@ -601,6 +606,12 @@ class Run:
             raise instead from error
         if error is None:
             self._check_observers()
+
+    def _add_place(self, error: BaseException) -> None:
+        """Adds to an error which of several processes raised it, in which step and phase."""
+        where = self.ranks.describe()
+        if self.ranks.size > 1 and not isinstance(error, KeyboardInterrupt) and where not in str(error):
+            error.add_note(where)
 
     def _close(self, error: BaseException | None = None) -> None:
         # torchrun ends the others as soon as one process has, which would end this one before it says why it fails

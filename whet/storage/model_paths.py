@@ -200,8 +200,8 @@ def _newest_final(name: str, runs: Sequence[Path]) -> str:
         return str(finished[-1] / "final")
     lines = [f"  {run.name}: {_newest_checkpoint(run) or 'no checkpoint'}" for run in reversed(runs)]
     raise ConfigError(
-        f"{name} has {len(runs)} run(s), and none has finished; give one of their checkpoints, or finish a run "
-        "with trainer.resume=latest:\n" + "\n".join(lines[:8])
+        f"{name} has {len(runs)} run{'s' * (len(runs) != 1)}, and none has finished; give a checkpoint, or finish a "
+        "run with trainer.resume=latest:\n" + "\n".join(lines[:8])
     )
 
 

@@ -181,7 +181,7 @@ def test_stale_tokens_without_logprobs_are_refused_with_the_way_out():
     batch = sampled(made)
     assert score(made, batch).old_logprobs is None
     with pytest.raises(
-        EngineError, match=r"tokens from policy version\(s\) 0, the actor is at 1.*use_rollout_logps=False"
+        EngineError, match=r"tokens from the policy versions 0, the actor is at 1.*use_rollout_logps=False"
     ):
         score(made, stale(batch))
     scored = score(learner(made.cluster, use_rollout_logps=False), stale(batch))

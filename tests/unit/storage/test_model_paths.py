@@ -56,7 +56,7 @@ def test_a_folder_of_runs_stands_for_the_newest_that_has_finished_or_says_what_i
     with pytest.raises(ConfigError) as error:
         load_model(runs)
     said, listed = str(error.value).split("\n")
-    assert said.startswith(f"{runs} has 1 run(s), and none has finished; give one of their checkpoints")
+    assert said.startswith(f"{runs} has 1 run, and none has finished; give a checkpoint")
     assert listed == f"  run: {run}/checkpoints/step-000002"
     for name, time in (("old", 1), ("new", 2)):
         (runs / name).mkdir()

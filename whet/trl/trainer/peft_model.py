@@ -13,6 +13,7 @@ from typing import Any
 from whet.models.prompt_tuning import is_prompt_tuned
 from whet.train.worker import ModelWorker
 from whet.trl.trainer.model import unwrap_peft
+from whet.util.tensor_subclasses import is_sharded
 
 __all__ = ["wrap_in_peft"]
 
@@ -36,15 +37,19 @@ def wrap_in_peft(worker: ModelWorker, original: Any) -> Any:
     kind: Any = peft.PeftModelForCausalLM if module.can_generate() else peft.PeftModel
 
     class TrainedPeftModel(kind):  # pyright: ignore[reportUntypedBaseClass]
-        """PEFT's model. save_pretrained writes the trained fp32 weights, modules_to_save included."""
+        """PEFT's model. save_pretrained writes the trained fp32 weights, modules_to_save included; of several processes
+        all must call it.
+        """
 
         def prepare_model_for_gradient_checkpointing(self, model: Any) -> Any:
             """Does nothing: whet's training checkpoints activations itself."""
             return model
 
         def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-            super().save_pretrained(save_directory, *args, **kwargs)
-            if kwargs.get("is_main_process", True):
+            is_divided = any(map(is_sharded, module.parameters()))
+            if not is_divided:
+                super().save_pretrained(save_directory, *args, **kwargs)
+            if is_divided or kwargs.get("is_main_process", True):
                 worker.export(Path(save_directory))
 
     TrainedPeftModel.__name__ = TrainedPeftModel.__qualname__ = kind.__name__
