@@ -138,6 +138,12 @@ def test_a_process_samples_with_the_kv_head_that_its_queries_read(processes):
         assert rows == {"q_proj": 8, "k_proj": 8, "v_proj": 8}
 
 
+def test_engines_of_their_own_are_sent_weights_in_the_dtype_that_the_model_computes_in(processes):
+    worker = make(1, 1, torch.bfloat16)
+    assert {w.dtype for _, w in worker.named_weights()} == {torch.bfloat16}
+    assert {p.dtype for p in worker.module.parameters()} == {torch.float32}
+
+
 def test_all_processes_run_the_fast_layers_that_each_has_found(processes, monkeypatch):
     assert len(make(1, 1).fast_layers) > 0
     others = lambda self, value: [value, ([], value[1])] if isinstance(value, tuple) else [value] * SIZE

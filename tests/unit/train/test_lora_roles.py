@@ -193,6 +193,16 @@ def test_a_reward_model_is_trained_by_an_adapter(base):
     assert not torch.equal(worker.scores(BATCH), before) and worker.loaded.adapter.dropout == 0.1
 
 
+def test_each_update_of_a_step_draws_its_own_dropout(base):
+    loaded = load_model(base, lora=LoraConfig(r=2, lora_dropout=0.5))
+    worker, found = ModelWorker(loaded, optim=OptimConfig(lr=0.0)), []
+    for _ in range(2):
+        worker.forward_backward(WEIGHTED, nll)
+        found.append({name: master.grad.clone() for name, master in worker.optim.masters.items()})
+        worker.optim_step()
+    assert worker.version == 0 and not same(*found)
+
+
 # ---- the learning rate -----------------------------------------------------------------------------------------------
 
 
