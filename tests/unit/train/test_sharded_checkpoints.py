@@ -1,5 +1,6 @@
 """Sharded checkpoints of one process; those of several are compared in equivalence/test_torchrun.py."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,38 @@ def test_a_model_is_loaded_from_a_sharded_checkpoint(tmp_path, monkeypatch):
     assert str(caught.value).count(str(folder)) == 1
 
 
+@pytest.mark.parametrize("options", [{"sharded": True}, {"enable_async_checkpointing": True}, {"max_to_keep": 1}])
+def test_old_checkpoints_go_and_a_protected_one_stays_with_its_pointer(tmp_path, options, monkeypatch):
+    write = shards.HuggingFaceStorageWriter.write_data
+    monkeypatch.setattr(shards.HuggingFaceStorageWriter, "write_data", lambda *a: (time.sleep(0.2), write(*a))[1])
+    _, made = checkpoints(tmp_path, **options)
+    made.protect("best", 1)  # which is not saved yet
+    for step in (1, 2, 3):
+        made.save(step, {**STATE, "step": step}, tokenizer=byte_tokenizer(), keep=1)
+    made.wait()
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-000001", "step-000003"]
+    assert (tmp_path / "best").read_text().strip() == "step-000001"
+    made.save(4, {**STATE, "step": 4}, tokenizer=byte_tokenizer(), keep=None)
+    made.close()  # waits too
+    assert (tmp_path / "step-000004" / "run.pt").is_file()
+    _, other = checkpoints(tmp_path, **options)
+    with pytest.raises(CheckpointError, match="belongs to a different run"):
+        other.discard(after=1)
+    other.run = made.run
+    other.discard(after=1)
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-000001"]
+
+
+def test_a_model_that_is_only_read_and_has_other_weights_is_saved_again_after_a_resume(tmp_path):
+    save = lambda made, step: made.save(step, {**STATE, "step": step}, tokenizer=byte_tokenizer(), keep=None)
+    (worker, made), (_, again) = (checkpoints(tmp_path / name, max_to_keep=1) for name in "ab")
+    for one in (made, again):
+        one.only_read = {Role.REFERENCE: ModelWorker(load_model(tiny_model(1)))}
+    made.only_read[Role.REFERENCE].load_weights(worker.named_weights())
+    again.load(save(made, 1))
+    assert made.state(save(again, 2))["replaced"] == ["reference"]
+
+
 @pytest.mark.parametrize("options", [{"sharded": True}, {"enable_async_checkpointing": True}])
 def test_a_save_that_fails_names_step_and_fix_and_keeps_the_one_before(tmp_path, monkeypatch, options):
     _, made = checkpoints(tmp_path, **options)
@@ -100,8 +133,8 @@ def test_a_save_that_fails_names_step_and_fix_and_keeps_the_one_before(tmp_path,
     with pytest.raises(
         CheckpointError, match=r"checkpoint of step 2: .*No space left on device; earlier ones are kept"
     ):
-        made.save(2, {**STATE, "step": 2}, tokenizer=byte_tokenizer(), keep=1)
-        made.wait()
+        for step in (2, 3):  # an error of a thread is raised by the next save
+            made.save(step, {**STATE, "step": step}, tokenizer=byte_tokenizer(), keep=1)
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != ".lock") == ["latest", "step-000001"]
     other = load_model(tiny_model(num_hidden_layers=1))
     wrong = Checkpoints(None, {Role.ACTOR: RoleTrainer(ModelWorker(other, optim=OptimConfig()), loss=nll)})
