@@ -23,7 +23,7 @@ from whet.rollout.base import Sampling
 from whet.rollout.engine import EmbeddedEngine, pool_runner, scheduler
 from whet.rollout.engine.cuda_graph import StepGraphs
 from whet.rollout.engine.growing_memory import GrowingMemory
-from whet.rollout.engine.kv_pool import PoolCase, _difference
+from whet.rollout.engine.kv_pool import KVPool, PoolCase, _difference
 from whet.rollout.engine.places import Places
 from whet.rollout.engine.runner import StepOutput
 
@@ -254,6 +254,27 @@ def test_the_comparison_of_a_gpu_accepts_the_kernel_and_no_other(kv, monkeypatch
     ignores = lambda *a, seqused_k, **k: varlen_attn(*a, **k, seqused_k=seqused_k + 1)
     monkeypatch.setattr(varlen, "varlen_attn", ignores)
     assert "a decode step is" in _difference(case)
+    for queries, words in ((8, "a decode step is nan"), (50, "its output is nan")):
+
+        def gives_nan(q, *rest, n=queries, **options):
+            out, lse = varlen_attn(q, *rest, **options)
+            return out * (torch.nan if len(q) == n else 1), lse
+
+        monkeypatch.setattr(varlen, "varlen_attn", gives_nan)
+        assert words in _difference(case)
+
+
+def test_the_place_of_padding_rows_is_zero_also_in_memory_that_has_come_back():
+    class Dirty(GrowingMemory):
+        def resize(self, size):
+            super().resize(size)
+            self.bytes.fill_(255)  # NaN, as what another program may have left
+
+    pool = KVPool(20, torch.device("cpu"), make=Dirty)
+    for _ in range(2):
+        pool.reserve(10)
+        assert not pool.layer(0, torch.ones(1, 2, 8), kv=1)[0].any()
+        pool.shrink(0)
 
 
 # ---- captures, replays and memory by the rules of torch.cuda's graphs: see cuda_standin.py
@@ -304,6 +325,15 @@ def test_graphs_are_captured_once_and_serve_updates_sleeps_and_other_samplings(m
     engine.close()
     assert machine.destroyed == machine.captured and not machine.live and machine.pools == 0
     assert machine.device == 0 and machine.stream is None
+
+
+def test_steps_of_more_rows_than_a_graph_has_are_not_captured(machine, monkeypatch):
+    monkeypatch.setattr(pool_runner, "MAX_ROWS", 2)
+    model, work = small(), requests(prompts((3, 9)), Sampling(max_tokens=9), group=3)
+    same(run(on_gpu(model), work), plainly(model, work))
+    assert machine.captured == 0
+    run(on_gpu(model), work[:2])
+    assert machine.captured == 1
 
 
 def test_graphs_read_adapters_as_they_are_now_also_where_they_have_moved(machine):

@@ -11,7 +11,10 @@ from whet.errors import EngineError
 from whet.rollout.base import EngineStats, Request, Sampling
 from whet.rollout.driver import stream
 from whet.rollout.engine import EmbeddedEngine
+from whet.rollout.engine.places import Places
 from whet.rollout.engine.prefix_cache import CachedSequence, PrefixCache
+from whet.rollout.engine.scheduler import Scheduler
+from whet.rollout.in_flight import InFlightRequest
 
 EACH = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 STOPS = tuple(range(0, VOCABULARY, 6))
@@ -483,3 +486,60 @@ def test_min_tokens_count_from_the_first_token_also_where_a_sequence_is_taken_up
     for i, o in want.items():
         assert got[i].tokens.tolist() == o.tokens.tolist()
         np.testing.assert_allclose(got[i].logprobs, o.logprobs, atol=1e-5)
+
+
+@EACH
+def test_an_update_takes_weights_that_were_written_without_a_trace(form):
+    model, work = build(), requests(prompts(), Sampling(max_tokens=9, temperature=0.0))
+    engine = EmbeddedEngine(model, **form)
+    before = run(engine, work)
+    for p in model.parameters():
+        p.data.mul_(-0.9)  # counts no new version of the tensor
+    engine.update_weights(1)
+    after, want = run(engine, work), run(EmbeddedEngine(model, **form), work)
+    tokens = lambda outputs: {i: o.tokens.tolist() for i, o in outputs.items()}
+    assert tokens(after) == tokens(want) != tokens(before)
+
+
+# ---- places of a pool ------------------------------------------------------------------------------------------------
+
+
+def flight(i, tokens, new, conversation=None):
+    fields = {"tokens": np.full(tokens, i, np.int32), "sampling": Sampling(max_tokens=new)}
+    request = Request(id=i, group=i, rng_key=(0, 0, i, 0), conversation=conversation, **fields)
+    return InFlightRequest(request=request)
+
+
+def one_turn(tokens):
+    conversations = PrefixCache(None)
+    conversations.put(1, held(tokens), None)
+    return conversations
+
+
+def in_pool(tokens):
+    scheduler = Scheduler(max_batch=4, kv_cache_tokens=tokens)
+    scheduler.pool = Places(tokens)
+    return scheduler
+
+
+def test_rows_that_grow_leave_earlier_turns_what_the_bound_leaves():
+    scheduler, conversations, row = in_pool(100), one_turn(70), flight(0, 5, 64)
+    (row.place,), row.room = scheduler.pool.take(8), 8
+    assert scheduler.grow([row], np.array([5]), 4, conversations) == ([], True) and conversations.tokens == 70
+    assert scheduler.grow([row], np.array([39]), 4, conversations) == ([], True) and row.room == 48
+    assert conversations.tokens == 0
+
+
+def test_a_request_that_does_not_fit_leaves_its_places_to_others():
+    scheduler, conversations = in_pool(200), one_turn(60)
+    scheduler.add([flight(0, 61, 72, conversation=1), flight(2, 80, 64)])
+    admitted = scheduler.admit(num_live=0, longest=0, prefixes={}, conversations=conversations, min_free=1)
+    assert [f.request.id for f, _ in admitted] == [0]  # beside it the earlier turn would have no room
+    assert scheduler.pool.used == 61 + 9
+
+
+def test_what_had_finished_in_a_step_that_was_cut_short_is_given_once(model):
+    engine = EmbeddedEngine(model)
+    done = run(engine, requests(prompts((3,)), Sampling(max_tokens=2)))
+    engine._finished = [*done.values()]
+    assert [o.id for o in engine.abort([0])] == [0] and engine.step() == []

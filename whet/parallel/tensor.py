@@ -378,7 +378,6 @@ class EngineWeights:
     def free(self) -> None:
         """Frees the memory of the whole matrices."""
         for whole in self._whole.values():
-            whole.grad = None
             whole.untyped_storage().resize_(0)
 
 

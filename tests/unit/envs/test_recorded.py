@@ -1,7 +1,9 @@
 """Recorded answers: a run whose environment never repeats itself is resumed and repeated to the bit."""
 
 import json
+import os
 import random
+from types import SimpleNamespace
 
 import agent_runs
 import environment_runs
@@ -9,8 +11,10 @@ import numpy as np
 import pytest
 from helpers import rows, same, weights_of
 
-from whet.envs.recorded import RecordedAnswers, Tape
+from whet.envs.recorded import DivergedError, RecordedAnswers, Tape
+from whet.envs.tools import ToolCounts
 from whet.errors import RewardError
+from whet.types import Prompt
 
 CREATED = []
 
@@ -118,3 +122,52 @@ def test_what_is_no_json_can_not_be_recorded(tmp_path):
     RecordedAnswers(tmp_path / "new")
     with pytest.raises(RewardError, match=r"step answered \{1, 2\}, which JSON can't hold"):
         Tape(replays=False).add("step", [1], {1, 2})
+
+
+KEY, CONTEXT = (0, 1, 0, 0), np.array([5])
+
+
+def at(tokens):
+    return Prompt(tokens=np.array(tokens), source="", row=0)
+
+
+def tape_of(answer):
+    tape = Tape(replays=False)
+    tape.add("step", CONTEXT, answer)
+    tape.keep_counts(ToolCounts(calls=3, failures=1))
+    return tape
+
+
+def test_a_record_is_found_by_its_prompt_as_often_as_it_is_asked_for_and_the_newest_holds(tmp_path):
+    RecordedAnswers(tmp_path).write(KEY, at([7]), tape_of("old"))
+    (old,) = tmp_path.glob("*.jsonl")
+    old = old.rename(tmp_path / "0-000001-0.jsonl")
+    RecordedAnswers(tmp_path).write(KEY, at([7]), tape_of("new"))
+    (new,) = {*tmp_path.glob("*.jsonl")} - {old}
+    for first, last, answer in ((old, new, "new"), (new, old, "old")):
+        os.utime(first, (1, 1)), os.utime(last, (2, 2))
+        answers = RecordedAnswers(tmp_path)
+        for _ in range(2):
+            found, counts = answers.find(KEY, at([7])), ToolCounts()
+            found.keep_counts(counts)
+            assert found.next("step", CONTEXT) == answer and (counts.calls, counts.failures) == (3, 1)
+        assert answers.find(KEY, at([8])) is None
+
+
+@pytest.mark.parametrize("reason", ["stop", "error"])
+def test_an_episode_that_goes_another_way_begins_anew_and_is_recorded_unless_it_fails(tmp_path, reason):
+    answers, resets = RecordedAnswers(tmp_path), []
+    answers.write(KEY, at([7]), tape_of("old"))
+    episode = SimpleNamespace(rng_key=KEY, prompt=at([7]), reset=lambda: resets.append(1))
+
+    def run_once(tape):
+        if tape.replays:
+            raise DivergedError
+        tape.add("step", CONTEXT, "new")
+        return [SimpleNamespace(finish_reason=reason)]
+        yield
+
+    with pytest.raises(StopIteration):
+        next(answers.replay_or_run(episode, run_once))
+    found = RecordedAnswers(tmp_path).find(KEY, at([7])).next("step", CONTEXT)
+    assert resets == [1] and found == ("old" if reason == "error" else "new")

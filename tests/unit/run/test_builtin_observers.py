@@ -1,6 +1,8 @@
 """keep_best and stop_when: which checkpoint is kept, when a run stops, the same after a resume, and what is refused."""
 
 import json
+import threading
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ from whet.errors import ConfigError
 from whet.models.load import load_model
 from whet.observe.trace import Trace
 from whet.parallel.ranks import Ranks
+from whet.run.builtin_observers import PushToHub
 from whet.run.observer import Observer
 from whet.run.run import Run
 from whet.run.task import Task
@@ -181,6 +184,19 @@ def test_a_run_stops_after_so_many_steps_outside_and_keeps_the_checkpoint_before
     assert run.step == 7 and kept(run) == [4, 7] and named(run, "before_stop") == "step-000004"
     assert "stopped by trainer.stop_when at step 7: entropy was 0.02, below 0.05" in caplog.text
     assert json.loads((run.folder.path / "stopped.json").read_text())["before"] == 4
+    again = train(8, entropy=[1.0] * 9, stop_when={"entropy": {"below": 0.05, "steps": 3}}, resume="latest")
+    assert again.step == 8 and not (again.folder.path / "stopped.json").exists()
+    bands = {"entropy": {"below": 0.05}, "kl": {"above": 1.0}}  # both in one row: the first is the reason
+    both = train(2, entropy=[0.01] * 3, learned=[{"kl": 9.0}] * 3, name="both", stop_when=bands)
+    assert json.loads((both.folder.path / "stopped.json").read_text())["metric"] == "entropy"
+
+
+def test_the_end_of_a_run_waits_for_the_checkpoint_that_is_being_sent():
+    sent, pushes = [], PushToHub(TrainingConfig())
+    pushes._thread = threading.Thread(target=lambda: (time.sleep(0.1), sent.append(1)))
+    pushes._thread.start()
+    pushes.on_run_end(SimpleNamespace(folder=None), None)
+    assert sent
 
 
 @pytest.mark.parametrize(
@@ -232,8 +248,15 @@ def test_a_metric_that_never_comes_is_an_error(train, fields, evals, said, caplo
 
 
 def test_a_metric_that_comes_late_is_no_error(train):
-    late = {"entropy": [None, None, None, 0.5, None, None], "stop_when": {"entropy": Band(below=0.1)}}
-    assert train(5, learned=[UPDATED] * 6, **late).step == 5
+    entropy, updated = [None, None, None, 0.5, *[None] * 6], {"learned": [UPDATED] * 10, "each": 9}
+    assert train(9, entropy=entropy, stop_when={"entropy": Band(below=0.1)}, **updated).step == 9
+    seen = {"entropy": entropy, "name": "parts", "stop_when": {"entropy": Band(below=0.1)}, **updated}
+    train(3, **seen)
+    assert train(9, resume="latest", **seen).step == 9
+    slow = {"entropy": [None] * 6, "stop_when": {"entropy": Band(below=0.1, steps=5)}, **updated}
+    assert train(4, name="slow", **slow).step == 4  # it may take as long as a stop
+    with pytest.raises(ConfigError, match="5 rows, and none had that metric"):
+        train(5, name="slower", **slow)
 
 
 def test_steps_that_learn_nothing_have_not_what_an_update_measures(train):

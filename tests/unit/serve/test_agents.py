@@ -23,11 +23,19 @@ from helpers import one_by_one, rows, same, tiny_model, weights_of
 from whet.config import Mode, RolloutConfig
 from whet.envs.agent import load_agent
 from whet.errors import ConfigError, DataError, RewardError
+from whet.learners.episodes import make_agent_episodes
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
 from whet.learners.step import Step
 from whet.rollout import driver
+from whet.rollout.base import Output, Sampling
+from whet.rollout.external_calls import CallTimeoutError
 from whet.run.signals import Stopped
+from whet.serve.agent_episodes import _events_record, _read_events
+from whet.serve.agent_server import AgentCall, AgentEnd, Inbox
+from whet.serve.api_errors import ApiError
+from whet.serve.calls import ROUTES
+from whet.types import Prompt
 
 # ---- sequences and rewards -------------------------------------------------------------------------------------------
 
@@ -546,3 +554,67 @@ def test_settings_that_contradict_an_agent_are_refused():
 
     with pytest.raises(ConfigError, match="a reward function is named agent"):
         learner(two_turns, reward=agent)
+
+
+# ---- events, one by one ----------------------------------------------------------------------------------------------
+
+
+def called(text="a"):
+    body_class, call_class = ROUTES["/v1/chat/completions"]
+    return AgentCall(call_class, body_class.model_validate({"messages": [{"role": "user", "content": text}]}))
+
+
+@pytest.fixture
+def waiting():
+    """An episode whose agent waits, at its first event; and when the agent has been cancelled."""
+    begun, ended = threading.Event(), threading.Event()
+
+    async def agent(base_url, api_key, row):
+        row["list"].append(1)
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    made = learner(agent)
+    episodes = make_agent_episodes(made.cluster, Mode.TRAIN, made.encoder(Mode.TRAIN), made.failures)
+    source, sampling = [{"role": "user", "content": "a"}], Sampling(max_tokens=4)
+    prompt = Prompt(tokens=np.array([5, 6], np.int32), source=source, row=0, columns={"list": []})
+    episode = driver.single_turn(prompt, sampling, rng_key=(0, 0, 0, 0))
+    run = episodes.run_episode(episode, sampling)
+    assert next(run).phase == "agent" and begun.wait(10)
+    yield run, episode, ended
+    run.close()
+    episodes.close()
+    made.close()
+
+
+def test_a_call_that_comes_with_the_end_of_its_agent_is_refused_and_the_agent_is_ended_with_its_episode(waiting):
+    (run, episode, ended), first, late = waiting, called(), called("late")
+    assert len(run.send([first])) == 1
+    tokens, zeros = np.array([70, 71], np.int32), np.zeros(2)
+    output = Output(id=0, tokens=tokens, logprobs=zeros, versions=zeros.astype(int), finish_reason="length")
+    assert run.send([output]).phase == "agent" and isinstance(first.answer, list)
+    with pytest.raises(StopIteration) as end:
+        run.send([late, AgentEnd(value=1.0)])
+    assert [c.info["turns"] for c in end.value.value] == [1] and late.answer.status == 410
+    assert ended.wait(10) and episode.prompt.columns["list"] == []  # it has a copy
+    calls, end = _read_events(json.loads(json.dumps(_events_record([first, late], AgentEnd(value=1.0)))))
+    assert [call.is_abandoned for call in calls] == [False, True] and end.value == 1.0
+
+
+def test_an_agent_that_is_late_after_a_full_context_has_failed_and_the_model_has_not(waiting):
+    run, *_ = waiting
+    assert run.send([called("x" * 1000)]).phase == "agent"
+    with pytest.raises(RewardError, match="give its calls limits of their own"):
+        run.send([AgentEnd(error=CallTimeoutError("late"))])
+
+
+def test_an_inbox_that_is_closed_refuses_what_waits_and_what_comes():
+    inbox, waits = Inbox("k"), called()
+    inbox.put(waits)
+    inbox.close()
+    assert waits.answer.status == 410
+    with pytest.raises(ApiError, match="has ended"):
+        inbox.put(called())
