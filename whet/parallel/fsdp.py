@@ -140,7 +140,7 @@ class FSDPPlacement(Placement):
         module.whet_dtype = compute
         module.whet_call = MethodType(_call, module)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         register_fsdp_forward_method(module, CALL)
-        module.save_pretrained = _refuse_to_save
+        module.save_pretrained = _refuse_to_save  # pyright: ignore[reportArgumentType]
 
     def find_fast_layers(self, module: nn.Module) -> FastLayers:
         """See Placement. A layer is compared while its part is gathered, in the dtype that it computes in; one whose

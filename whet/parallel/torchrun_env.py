@@ -45,7 +45,7 @@ def check_mesh(
     >>> check_mesh(1, 2, 1)
     Traceback (most recent call last):
     whet.errors.ConfigError: trainer.context_parallel_size=2 does not divide the number of processes, 1; start a \
-multiple of 2 with torchrun --nproc_per_node, or set it to a divisor of 1
+multiple of 2 with torchrun --nproc_per_node, or set it to 1
     """
     sizes = {
         "context_parallel_size": context_parallel_size,
@@ -56,7 +56,7 @@ multiple of 2 with torchrun --nproc_per_node, or set it to a divisor of 1
         if size % n:
             raise ConfigError(
                 f"trainer.{name}={n} does not divide the number of processes, {size}; start a multiple of {n} with "
-                f"torchrun --nproc_per_node, or set it to a divisor of {size}"
+                f"torchrun --nproc_per_node, or set it to {'1' if size == 1 else f'a divisor of {size}'}"
             )
     for name in ("context_parallel_size", "data_parallel_replicate_size"):
         n = sizes[name] * tensor_parallel_size

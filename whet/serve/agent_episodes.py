@@ -91,7 +91,8 @@ class AgentEpisodes:
         Args: longest: of a sequence, a limit of the model or of a pass; None = no limit. The others: see ChatModel.
         Raises: ConfigError: the agent can't be found or called.
         """
-        bounds = [longest, config.max_prompt_length + config.most_tokens]
+        prompt: int | None = config.max_prompt_length  # None in `whet eval`: no limit
+        bounds = [longest, None if prompt is None else prompt + config.most_tokens]
         model = RunModel(
             tokenizer,
             eos_ids,

@@ -245,7 +245,7 @@ async def agent(base_url, api_key, row):
 """
 
 
-def test_the_command_line_trains_an_agent(tmp_path, monkeypatch):
+def test_the_command_line_trains_and_evaluates_an_agent(tmp_path, monkeypatch):
     from whet.cli import main
 
     monkeypatch.chdir(tmp_path)
@@ -257,6 +257,9 @@ def test_the_command_line_trains_an_agent(tmp_path, monkeypatch):
     assert main(["grpo", *words, *more, "data.apply_chat_template=true", "actor.dtype=float32"]) == 0
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(logged) == 2 and all(row["rewards/agent"] >= 1 and row["turns/mean"] == 2 for row in logged)
+    assert main(["eval", *words, "data.apply_chat_template=true", "dtype=float32", "out=out"]) == 0  # of any model
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["prompts"] == 4 and results["completions_without_reward"] == 0
 
 
 def test_a_run_ends_with_its_servers():
