@@ -7,7 +7,8 @@ import pytest
 
 from whet.cli import main
 from whet.errors import ConfigError
-from whet.report.compare import Spread, compare_runs
+from whet.report.compare import Comparison, Spread, _spread, _without_run_dir, compare_runs, write_comparison
+from whet.report.run_data import completion_files
 
 
 def make_run(folder, *, seed=0, lr=0.1, rewards=(0.1, 0.3), evaluation=0.5, torch="2.13"):
@@ -75,3 +76,20 @@ def test_the_command(tmp_path, capsys):
     assert "the page can't be written" in capsys.readouterr().err
     assert main(["compare", str(a)]) == 2 and "needs two runs or more" in capsys.readouterr().err
     assert main(["compare", str(a), str(tmp_path / "none")]) == 2 and "is not a folder" in capsys.readouterr().err
+
+
+def test_names_and_cells_of_a_page_are_text_and_addresses_stay_as_they_are(tmp_path):
+    made = Comparison((("<b>",),), {}, {}, {})
+    page = write_comparison(made, {"settings": [["", "a"], ["<u>", "<i>"]]}, str(tmp_path / "page.html")).read_text()
+    assert not any(tag in page for tag in ("<b>", "<u>", "<i>")) and "&lt;i&gt;" in page
+    assert _without_run_dir({"judge.url": "http://x/v1"}) == {"judge.url": "http://x/v1"}
+
+
+def test_a_metric_of_evaluations_is_that_of_the_last_one_and_completions_are_listed_by_step(tmp_path):
+    columns = {"columns": {"reward": [0.0, 1.0]}}
+    runs = [{"metrics": {"eval": columns, "train": columns}}]
+    assert (_spread(runs, "eval reward", 10).mean, _spread(runs, "reward", 10).mean) == (1.0, 0.5)
+    (tmp_path / "completions").mkdir()
+    for name in ("eval-000002", "train-000001", "train-000002"):
+        (tmp_path / "completions" / f"{name}.parquet").touch()
+    assert [file.key for file in completion_files(tmp_path)] == ["train-000001", "eval-000002", "train-000002"]
