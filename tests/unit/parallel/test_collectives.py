@@ -186,7 +186,9 @@ def test_projections_of_an_adapter_share_the_sum_of_what_they_read(processes, mo
     worker = ModelWorker(loaded, optim=OptimConfig(lr=0.1), placement=placement, max_tokens=60)
     batch = weighted(worker, *((5 + i % 3, (20 + i,)) for i in range(9)))
     passes = len(worker.placement.split_passes(worker.micro_batches(batch, None)))
-    assert all(p.requires_grad == ("lora_" in name) for name, p in worker.module.named_parameters())
+    with worker.placement.whole_module() as whole:  # files hold what is trained
+        for held in (worker.module, whole):
+            assert all(p.requires_grad == ("lora_" in name) for name, p in held.named_parameters())
     sent = counts(lambda: worker.forward_backward(batch, loss))["allreduce"]
     once = passes * (LAYERS * 11 + 1)  # the frozen embedding, which layer 0 reads, needs no gradient
     assert sent == once if mode == "none" else sent > once  # a layer that runs again adds its results again
