@@ -34,8 +34,8 @@ __all__ = [
     "WhetError",
     "format_exception",
     "format_value",
-    "is_connection_lost",
     "lookup_error",
+    "lost_process",
     "nearest",
     "raise_all",
 ]
@@ -102,14 +102,20 @@ class RolloutStopped(KeyboardInterrupt):
     """A run that was asked to stop has given up its rollout: what the episodes waited for did not end."""
 
 
-def is_connection_lost(error: BaseException) -> bool:
-    """Returns whether gloo raised an error because another process has ended.
+def lost_process(error: BaseException) -> str | None:
+    """Returns what gloo's error says of another process, in one sentence; None = the error is another one.
 
-    >>> is_connection_lost(RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"))
-    True
+    >>> lost_process(RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"))
+    'another process ended; its own message says why'
     """
-    text = str(error)
-    return isinstance(error, RuntimeError) and "gloo" in text and ("by peer" in text or "Broken pipe" in text)
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    if "gloo" not in text:
+        return None
+    if "by peer" in text or "Broken pipe" in text:
+        return "another process ended; its own message says why"
+    if "Timed out waiting" in text:
+        return "another process did not answer within trainer.collective_timeout_s; it hangs, or needs longer than that"
+    return None
 
 
 def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:

@@ -416,6 +416,8 @@ FAULTS = {
     "exits": (1, "os._exit(3)", "rewards: rank 1 has ended; its output says why"),
     "sleeps": (1, "time.sleep(300)", MISSING),
     "forward": (1, "whet.models.forward.model_stats = None", "update: another process ended; its own message says why"),
+    "hangs": (1, "whet.models.forward.model_stats = lambda *_, **__: time.sleep(300)",
+              "update: another process did not answer within trainer.collective_timeout_s; it hangs"),
     "save": (0, "whet.train.model_files.save_weights = None", "checkpoint\n"),
 }  # fmt: skip
 """The rank that fails, what its reward function does, and what rank 0 says."""
@@ -423,7 +425,7 @@ FAULTS = {
 
 @needs_gloo
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("fault", ["raises", *map(full, ("exits", "sleeps", "forward", "save"))])
+@pytest.mark.parametrize("fault", ["raises", *map(full, ("exits", "sleeps", "forward", "hangs", "save"))])
 def test_a_fault_of_one_rank_ends_the_others_with_rank_step_and_phase(folders, fault):
     folder, (rank, code, message) = folders[1], FAULTS[fault]
     (folder / "reward.py").write_text(FAULTY.format(rank=rank, fault=code))

@@ -116,12 +116,12 @@ def _report_error(program: str, error: Exception) -> bool:
 
     Returns: false for any other error, which is a bug.
     """
-    from whet.errors import ConfigError, OtherRankError, WhetError, is_connection_lost
+    from whet.errors import ConfigError, OtherRankError, WhetError, lost_process
 
     if os.environ.get("WHET_DEBUG", "0") not in ("", "0"):
         return False
-    if is_connection_lost(error):  # where no step runs; a run's own message names the step
-        error = OtherRankError("another process ended; its own message says why")
+    if lost := lost_process(error):  # where no step runs; a run's own message names the step
+        error = OtherRankError(lost)
     if isinstance(error, PermissionError) and error.filename is not None:
         name = os.fsdecode(error.filename)
         text = f"{name}: {error.strerror}; give this user access to it and to its folders, or another path"

@@ -34,7 +34,7 @@ from whet.errors import (
     OtherRankError,
     RolloutStopped,
     WhetError,
-    is_connection_lost,
+    lost_process,
 )
 from whet.hub.push import PushResult, push_to_hub
 from whet.observe.environment import read_environment
@@ -587,10 +587,9 @@ class Run:
             elif error is not None:
                 self.checkpoints.write_token_budgets()
                 where = self.ranks.describe()
-                if self.ranks.size > 1 and is_connection_lost(error):
+                if self.ranks.size > 1 and (lost := lost_process(error)):
                     instead = OtherRankError(
-                        f"{where}: another process ended; its own message says why; trainer.resume=latest continues "
-                        "from the last checkpoint"
+                        f"{where}: {lost}; trainer.resume=latest continues from the last checkpoint"
                     )
                 else:
                     self._add_place(error)

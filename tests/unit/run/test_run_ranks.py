@@ -129,18 +129,24 @@ def test_under_torchrun_the_message_of_a_signal_names_its_time_limit(monkeypatch
     assert all("torchrun ends the processes after 30 s; if the step takes longer" in x for x in effects())
 
 
-def test_a_lost_connection_is_one_message_with_rank_step_and_fix():
+@pytest.mark.parametrize("raised, said", [
+    ("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer",
+     "another process ended; its own message says why"),
+    ("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation to complete",
+     "another process did not answer within trainer.collective_timeout_s; it hangs, or needs longer than that"),
+])  # fmt: skip
+def test_a_lost_process_is_one_message_with_rank_step_and_fix(raised, said):
     def ended(ranks):
         made = learner(ranks)
 
         def fail(*args):
-            raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+            raise RuntimeError(raised)
 
         made.update = fail
         made.train(rows(6))
 
     for rank, error in enumerate(together(2, ended)):
-        message = f"rank {rank} of 2, step 1: another process ended; its own message says why; "
+        message = f"rank {rank} of 2, step 1: {said}; "
         assert str(error) == message + "trainer.resume=latest continues from the last checkpoint"
 
 
