@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tools.docs import algorithms, defaults, from_rl2, from_torchrl, from_trl, from_tunix, preference
+from whet.util.text_lines import wrap_text
 
 __all__ = ["DOCS", "PAGES", "text_of"]
 
@@ -41,4 +41,4 @@ def wrap(line: str) -> str:
     if len(line) <= WIDTH or line.startswith(("|", "#", "    ")):
         return line
     indent = "  " if line.startswith("- ") else ""
-    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return wrap_text(line, WIDTH, indent)

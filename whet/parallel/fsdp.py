@@ -58,7 +58,7 @@ from whet.parallel.ranks import Ranks
 from whet.parallel.tensor import EngineWeights, divide_layer, divide_vocabulary, sum_gradients
 from whet.types import TokenStats
 from whet.util.memory import release_freed_memory
-from whet.util.tensor_subclasses import gather_full_tensor
+from whet.util.tensor_subclasses import gather_full_tensor, local_part
 
 __all__ = ["FSDPPlacement"]
 
@@ -278,7 +278,7 @@ class FSDPPlacement(Placement):
         tensor = self.mesh.tensor
         if tensor is not None and tensor.get_local_rank() > 0:
             grads = [g for g in grads if _is_divided(g)]
-        own = local([_local(g) for g in grads])
+        own = local([local_part(g) for g in grads])
         norms = self.ranks.all_gather(own)[: self.mesh.num_shards]
         return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64)))
 
@@ -296,10 +296,6 @@ def _gathered(parts: Sequence[FSDPModule]) -> Iterator[nn.Module]:
         yield part  # pyright: ignore[reportReturnType]
         part.reshard()
         release_freed_memory()  # or the holes that it leaves would take as much as the shards
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _is_divided(grad: Tensor) -> bool:

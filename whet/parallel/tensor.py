@@ -44,6 +44,7 @@ from whet.models.heads import score_layer
 from whet.models.lora_layers import is_adapter_layer, plain_linear
 from whet.models.vocabulary import VocabularyPart
 from whet.util.collectives import add_results, change_gradient, summed
+from whet.util.tensor_subclasses import local_part
 
 __all__ = [
     "EngineWeights",
@@ -306,7 +307,7 @@ def _row_forward(layer: nn.Linear, group: dist.ProcessGroup) -> Callable[[Tensor
     """Returns the forward of a layer divided by columns: each process adds a part of every output."""
 
     def forward(x: Tensor) -> Tensor:
-        weight = layer.weight.to_local() if isinstance(layer.weight, DTensor) else layer.weight
+        weight = local_part(layer.weight)
         if weight.shape[1] == layer.in_features:  # whole, while the process samples alone
             return F.linear(x, weight, layer.bias)
         y = add_results(F.linear(x, weight), group)
@@ -321,7 +322,7 @@ def sum_gradients(grads: list[Tensor], mesh: DeviceMesh) -> None:
 
     mesh: the processes, on whose devices they are summed.
     """
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    local = [local_part(g) for g in grads]
     large = [g for g in local if g.numel() >= 2**20]  # without a copy
     small = [g for g in local if g.numel() < 2**20]
     for g in large:

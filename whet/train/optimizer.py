@@ -26,7 +26,7 @@ from whet.storage.checkpoint import CHECKPOINT_FORMAT
 from whet.train.lr_schedule import check_schedule, is_endless, make_schedule
 from whet.train.make_optimizer import group_settings, make_optimizer, set_setting
 from whet.train.optimizer_state import FORMAT_KEY, check_moment_shapes, flatten_state, load_optimizer_state
-from whet.util.tensor_subclasses import gather_full_tensor, is_sharded, is_wrapper_subclass, shard_like
+from whet.util.tensor_subclasses import gather_full_tensor, is_sharded, is_wrapper_subclass, local_part, shard_like
 
 __all__ = ["Optim"]
 
@@ -313,7 +313,7 @@ class Optim:
             placed[key] = shard_like(master, value)
             if new is not None:
                 moment, buffer = placed[key], new(master, key == "exp_avg")  # which has a sign
-                _local(buffer).copy_(_local(moment))
+                local_part(buffer).copy_(local_part(moment))
                 placed[key] = buffer
         return placed
 
@@ -326,11 +326,6 @@ class Optim:
                 set_setting(group, "initial_lr", now["lr"])
                 group["lr"] = group["initial_lr"] * factor(self.schedule.last_epoch)
             self.schedule.base_lrs = [g["initial_lr"] for g in self.optimizer.param_groups]
-
-
-def _local(tensor: Any) -> Tensor:
-    """Returns this process's part of a tensor."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def _master(p: nn.Parameter, compute: torch.dtype) -> Tensor:

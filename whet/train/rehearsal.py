@@ -26,7 +26,7 @@ from whet.train.role_workers import RoleWorkers
 from whet.train.worker import ModelWorker
 from whet.types import Example, LossInputs, TokenBatch, TrainSequence
 from whet.util.device import empty_cache
-from whet.util.tensor_subclasses import is_sharded
+from whet.util.tensor_subclasses import local_part
 
 __all__ = ["rehearse"]
 
@@ -73,7 +73,7 @@ def _optimizer_state(worker: ModelWorker) -> list[Tensor]:
         return []
     name = "" if worker.optim.config is None else worker.optim.config.name
     size = MOMENT_BYTES.get(name, 8.0)
-    own: list[Any] = [m.to_local() if is_sharded(m) else m for m in worker.optim.masters.values()]  # pyright: ignore
+    own = map(local_part, worker.optim.masters.values())
     return [torch.empty(int(size * m.numel()), dtype=torch.uint8, device=worker.device) for m in own]
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-__all__ = ["copy_full_tensor", "gather_full_tensor", "is_sharded", "is_wrapper_subclass", "shard_like"]
+__all__ = ["copy_full_tensor", "gather_full_tensor", "is_sharded", "is_wrapper_subclass", "local_part", "shard_like"]
 
 
 def is_wrapper_subclass(tensor: Any) -> TypeGuard[Any]:
@@ -30,6 +30,16 @@ def is_sharded(tensor: Tensor) -> bool:
     False
     """
     return hasattr(tensor, "full_tensor")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns this process's part of a DTensor; any other tensor unchanged.
+
+    >>> local_part(torch.ones(2))
+    tensor([1., 1.])
+    """
+    sharded: Any = tensor
+    return sharded.to_local() if is_sharded(tensor) else tensor
 
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:
